@@ -15,10 +15,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from specbranch.training.distill.material import material_in
-
 from specbranch.assembly import ModelChoice, load_tokenizer
 from specbranch.cli.progress import pulled
+from specbranch.training.distill.material import material_in
 
 STRETCH, SHORTEST = 13, 6  # words
 

@@ -1,7 +1,7 @@
 """Send many requests of every kind to one engine, some of which are cancelled, with little memory; look after each
 whether its pages came back. Last line: JSON.
 
-Methods, temperatures and lengths are mixed, the caches are so small that requests are put back. Exits with 1 where
+Methods, temperatures and lengths are mixed, the caches are so small that requests are preempted. Exits with 1 where
 pages and requests do not agree, a page is missing at the end, a text is not that of plain decoding alone, or resident
 memory grows from the second quarter to the last.
 """
@@ -100,9 +100,9 @@ async def sent(
             for (asked, text, method), after in zip(choices, cancelled_after, strict=True)
         ]
         await asyncio.gather(*work)
-        missing = [runner.places - runner.places_free for runner in runners if runner.places]
+        missing = [runner.kv_slots - runner.kv_slots_free for runner in runners if runner.kv_slots]
         found.faults += [f"{count} places of a cache are missing at the end" for count in missing if count]
-        return found, {"put_back": engine.stats().put_back, "failed": engine.stats().failed}
+        return found, {"preemptions": engine.stats().preemptions, "failed": engine.stats().failed}
 
 
 async def one_request(

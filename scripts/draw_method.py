@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from specbranch.lab.bench.results import Results
-
 from specbranch.charts import ChartLine, line, line_chart, rect, svg, text
+from specbranch.lab.bench.results import Results
 
 DOCS = Path(__file__).parents[1] / "docs"
 BOX, GAP, HIGH = 78, 14, 26

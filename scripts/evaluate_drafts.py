@@ -15,12 +15,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from specbranch.training.distill.agreement import Agreement, AnsweredPrompt, compare
-
 from specbranch import LLM, SamplingParams
 from specbranch.assembly import ModelChoice, common_vocabulary, fitted_to_target, make_drafter
 from specbranch.cli.progress import tracked
 from specbranch.pairs import PAIRS, draft_folder
+from specbranch.training.distill.agreement import Agreement, AnsweredPrompt, compare
 
 TARGET, TOKENS = "smollm2-135m", 128
 

@@ -138,10 +138,9 @@ class Reference:
 
 def rows_in_a_step(llm: Any, prompt: list[int]) -> dict[int, float]:
     """Milliseconds of one forward over 1 to 16 rows of one sequence, median."""
-    from specbranch.training.distill.agreement import GREEDY
-
     from specbranch.core.runner import Feed
     from specbranch.core.slots import ROOT
+    from specbranch.training.distill.agreement import GREEDY
 
     runner = llm.target_runner
     runner.open(-1, GREEDY)

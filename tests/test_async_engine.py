@@ -85,7 +85,7 @@ def test_requests_of_every_kind_at_once_give_what_each_gives_alone(pair: tuple[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", tiered(("speculative", "pearl"), "pearl".__eq__))
-def test_the_ratio_rule_gives_the_same_tokens_in_company(pair: tuple[str, str], method: str) -> None:
+def test_the_ratio_rule_gives_the_same_tokens_in_a_batch(pair: tuple[str, str], method: str) -> None:
     config = {"method": method, "rule": "ratio"}
     params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=20, ignore_eos=True) for seed in range(5)]
 
@@ -164,7 +164,7 @@ def test_a_request_that_is_cancelled_is_gone_and_disturbs_no_other(
         output = await other
         await _until(lambda: engine.stats().running == 0)
         assert engine.stats().cancelled == 1 and engine.stats().finished == 1
-        assert all(places.free == places.total for places in engine.stats().places)
+        assert all(kv_slots.free == kv_slots.total for kv_slots in engine.stats().kv_slots)
         return output
 
     assert run(pair, work).token_ids == reference.generate(PROMPT, PARAMS).token_ids
@@ -328,7 +328,7 @@ def test_a_modelled_answer_is_made_between_the_rounds_of_others(pair: tuple[str,
         await left.aclose()
         output = await other
         await engine.generate("Smile", PARAMS)  # a round later
-        assert all(places.free == places.total for places in engine.stats().places)
+        assert all(kv_slots.free == kv_slots.total for kv_slots in engine.stats().kv_slots)
         with pytest.raises(BadParameter, match="cost profile"):
             await anext(engine.aside(lambda llm: llm.modelled("c11").stream(PROMPT, PARAMS)))
         return output, made
@@ -346,7 +346,9 @@ def test_whoever_looks_on_has_a_chunk_a_round_so_that_a_long_prompt_holds_up_nob
     rounds: list[Any] = []
     with load(pair) as llm:
         params, loop = SamplingParams(max_tokens=5, ignore_eos=True), llm.scheduler.loop
-        loop.limits = replace(loop.limits, prompt_tokens_alone=loop.limits.piece)  # as an AsyncLLM has them, but for 8
+        loop.limits = replace(
+            loop.limits, prompt_tokens_alone=loop.limits.prefill_chunk
+        )  # as an AsyncLLM has them, but for 8
         chunks = list(llm.modelled("c10").stream(list(range(5, 400)), params, lambda *told: rounds.append(told)))
     assert len(chunks) == len(rounds) and len([one for one in chunks if not one.pieces]) > 3
     assert "".join(one.text for one in chunks) == chunks[-1].output.text  # type: ignore[union-attr]

@@ -275,7 +275,7 @@ def test_equal_prompts_in_a_pool_of_one_page_all_finish(pair: tuple[str, str], m
     asked: dict[str, Any] = {"dtype": "float64", "device": "cpu", "context_length": 128, "cache_tokens": PAGE}
     with LLM(*pair, method=method, max_batch=4, **asked) as llm:
         outputs = llm.generate([PROMPT, PROMPT, PROMPT], params)
-        assert all(places.free == places.total for places in llm.scheduler.snapshot().places)
+        assert all(kv_slots.free == kv_slots.total for kv_slots in llm.scheduler.snapshot().kv_slots)
     expected = plain(pair).generate(PROMPT, params)
     assert [one.token_ids for one in outputs] == [expected.token_ids] * 3
 

@@ -1,4 +1,4 @@
-"""How likely a given text is: what the model's own logits say of it, whoever reads it and in whatever company."""
+"""How likely a given text is: what the model's own logits say of it, whoever reads it and in whatever batch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_ends_an_answer_ends_no_score(llm: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_answers_and_scores_in_company_are_what_they_are_alone(pair: tuple[str, str]) -> None:
+def test_answers_and_scores_in_a_batch_are_what_they_are_alone(pair: tuple[str, str]) -> None:
     texts, params = [TEXT, TEXT[9:], "Smile"], SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
 
     async def work() -> tuple[list[object], list[object], tuple[int, ...]]:
@@ -63,8 +63,8 @@ def test_answers_and_scores_in_company_are_what_they_are_alone(pair: tuple[str, 
             answers = [engine.generate(text, params) for text in texts]
             scores = [engine.score(text, 2) for text in texts]
             both = await asyncio.gather(*answers, *scores)
-            places = engine.stats().places
-            assert all(one.free == one.total for one in places)
+            kv_slots = engine.stats().kv_slots
+            assert all(one.free == one.total for one in kv_slots)
             return [one.token_ids for one in both[:3]], list(both[3:]), await engine.score([5])
 
     said, scored, nothing = asyncio.run(work())

@@ -48,7 +48,7 @@ VOCABULARY = 6
 SHARPNESS = 2.0
 LIMIT = 1000  # tokens of a sequence, unless a test says otherwise
 PROFILE = CostProfile(target=((1, 10.0), (8, 12.0)), draft=((1, 3.0), (8, 5.0)), slow_down=0.3, host=0.1)
-# The same with rows and steps that cost little more in company, so that several sessions at once have much to draft.
+# The same with rows and steps that cost little more in a batch, so that several sessions at once have much to draft.
 SHARED = replace(PROFILE, target=((1, 10.0), (512, 12.0)), draft=((1, 0.5), (512, 1.0)))
 MOST_ROUNDS = 5000
 NAMES = (*METHODS, "confidence")  # methods, and one by another policy
@@ -185,11 +185,11 @@ class Overheard(Process):
     """Notes what the child is told."""
 
     def __init__(self, target: Verifier, recipe: Recipe) -> None:
-        self.told: list[Any] = []
+        self.sent_messages: list[Any] = []
         super().__init__(target, recipe)
 
     def _post(self, message: WireMessage) -> None:
-        self.told.append(message)
+        self.sent_messages.append(message)
         super()._post(message)
 
 
@@ -283,7 +283,7 @@ class Timeless(Experience):
     """Goes by the profile where the executor's own clock has nothing to do with it: always as fast as it was at
     first."""
 
-    def note(self, orders: Orders, reports: Reports, emitted: int, *company: float) -> None:
+    def note(self, orders: Orders, reports: Reports, emitted: int, *batch_size: float) -> None:
         """Learn nothing of time."""
 
 
@@ -298,10 +298,10 @@ class Wanderer(Planner):
         stats = self.session.stats
         return random.Random(hash((purpose, tuple(self.session.tokens), stats.rejected, stats.losing, stats.siblings)))
 
-    def lane_offer(self, tree: Tree, unread: int) -> None:
+    def lane_offer(self, tree: Tree, uncomputed: int) -> None:
         """Nobody is asked."""
 
-    def while_waiting(self, tree: Tree, unread: int, grant: LaneGrant) -> Growth | None:
+    def while_waiting(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:
         return self._any("alone") if self._random("whether").random() < 0.6 else None
 
     def while_verifying(self, tree: Tree, grant: RowGrant) -> Growth | None:

@@ -106,7 +106,7 @@ class Answer:
         self.method, self.given = method, given
         self._reader = StopStrings(params.stop, Detokenizer(tokenizer), params.min_tokens)
         self._texts: list[str] = []
-        self._unread: list[int] = []  # tokens whose text nobody waits for
+        self._uncomputed: list[int] = []  # tokens whose text nobody waits for
         self._shown = 0
         self.session = Session(number, prompt, request, limit, self._watch)
 
@@ -140,12 +140,12 @@ class Answer:
         )
 
     def _watch(self, token: int) -> bool:
-        self._unread.append(token)
+        self._uncomputed.append(token)
         return self._read() if self.session.request.params.stop else False
 
     def _read(self) -> bool:
         """Read the text of all tokens so far; returns whether a stop string was completed."""
-        tokens, self._unread = self._unread, []
+        tokens, self._uncomputed = self._uncomputed, []
         for token in tokens:
             self._reader.append(token)
             self._texts.append(self._reader.take())

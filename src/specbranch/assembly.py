@@ -57,7 +57,7 @@ class ModelChoice:
     # take a shorter context where the model has no longer one: a draft may, the text goes on without it
     shorten: bool = False
     tail: int = TAIL  # tokens that may be in the cache beyond the committed text
-    cache_tokens: int | None = None  # places for all requests together; nothing: what there is room for
+    cache_tokens: int | None = None  # KV slots for all requests together; nothing: what there is room for
     cache_dtype: str | None = None  # what keys and values are stored in; nothing: in `dtype`
     # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
     weights: WeightsName | None = None

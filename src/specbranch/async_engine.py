@@ -41,7 +41,7 @@ log = logging.getLogger("specbranch")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 BUFFER = 256  # tokens that a stream may be ahead of its consumer
-PIECES_ALONE = 8  # of a prompt in one round while nobody decodes: another request, or a cancel, waits no longer
+CHUNKS_ALONE = 8  # of a prompt in one round while nobody decodes: another request, or a cancel, waits no longer
 
 
 def _keep(future: Future[Result], task: Callable[[], Result]) -> None:
@@ -92,7 +92,7 @@ class AsyncLLM:
         self._scheduler = llm.scheduler
         self._scheduler.most, self._scheduler.served = batch_size(max_batch), True
         loop = self._scheduler.loop
-        loop.limits = replace(loop.limits, prompt_tokens_alone=PIECES_ALONE * loop.limits.piece)
+        loop.limits = replace(loop.limits, prompt_tokens_alone=CHUNKS_ALONE * loop.limits.prefill_chunk)
         self._open: list[Submission] = []  # the thread's own
         self._inbox = _Inbox()
         self._snapshot = Snapshot()

@@ -89,7 +89,7 @@ class LLM:
         `draft_weights`: how matrices are stored, "float32", "bfloat16", "int8", "int4" or "stored" (as in a quantised
         GGUF file; the default for one on a CPU unless a dtype is given). The last three are another, coarser model, of
         which every method still gives exactly the text that plain decoding gives. `cache_tokens`:
-        places in each model's cache for all requests together; nothing: what there is room for. `max_batch`: prompts
+        KV slots in each model's cache for all requests together; nothing: what there is room for. `max_batch`: prompts
         of a list that are decoded at once, 64 unless it is given; fewer where memory allows fewer, and one with the
         transformers runner, which gains nothing by more. `cache_dtype`:
         "bfloat16" or "int8" stores keys and values in a half or about a quarter of the memory, on a CPU; that, too, is
@@ -127,11 +127,11 @@ class LLM:
         file = ExperienceFile(folder, circumstances(choice, drafting, executor, self._parts)) if folder else None
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier
-        counts_memory = self._verifier.runner.places is not None
+        counts_memory = self._verifier.runner.kv_slots is not None
         self.max_batch = most if counts_memory or max_batch is not None else 1
         self._experiences = Experiences(profile or self._costs(), self._has_draft, file)
-        piece = self._verifier.runner.piece
-        limits = RoundLimits(piece=piece, prompt_tokens=piece)
+        prefill_chunk = self._verifier.runner.prefill_chunk
+        limits = RoundLimits(prefill_chunk=prefill_chunk, prompt_tokens=prefill_chunk)
         self._loop = Loop(self._parts.executor, costs=self._experiences.learned, limits=limits)
         self.scheduler = Scheduler(self._loop)
         weakref.finalize(self._loop, self._experiences.write, last=True)  # of the loop, for `using` shares it
@@ -257,7 +257,7 @@ class LLM:
 
     def score(self, prompt: PromptLike, top: int = 0) -> tuple[TokenLogprobs, ...]:
         """Return how likely the target finds each token of a text but the first, with the `top` likeliest in its
-        place."""
+        KV slot."""
         ids = self.ids(prompt)
         if len(ids) < 2:
             return ()

@@ -35,11 +35,11 @@ class MissingPackage(SpecBranchError):
 
 
 class CacheFull(SpecBranchError):
-    """A sequence needs more places than its cache has."""
+    """A sequence needs more KV slots than its cache has."""
 
 
 class PoolFull(CacheFull):
-    """The places that all sequences share are taken; there is room once another one has ended."""
+    """The KV slots that all sequences share are taken; there is room once another one has ended."""
 
 
 class DeadlinePassed(SpecBranchError):

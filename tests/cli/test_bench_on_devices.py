@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from in_process import Command, Done
+
 from specbranch.lab.bench.job import DRAWN
 from specbranch.lab.bench.presets import GPU_BRIEF, PRESET_HELP, PRESETS
-
 from specbranch.lab.inflation.shapes import SHAPES
 from specbranch.pairs import PAIRS, Pair
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from in_process import Command, Done
-from specbranch.training.distill.material import Material
 
 from specbranch.hrad.predictor import Predictor
+from specbranch.training.distill.material import Material
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WRITING = ("--writing-rows", "8", "--writing-length", "96", "--tokens", "6000")

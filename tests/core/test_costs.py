@@ -23,7 +23,7 @@ GROWTH = Growth((1.0,), Experience().insight.chances())
 STEEP = CostProfile(target=((1, 10.0), (33, 42.0)), draft=((1, 2.0), (33, 18.0)), overlap=False)
 
 
-def learned_in_company(sessions: int, method: str) -> LearnedCosts:
+def learned_in_batch(sessions: int, method: str) -> LearnedCosts:
     costs = LearnedCosts(overlap=False)
     loop = Loop(virtual_clock(0.2, profile=STEEP), costs=costs)
     for seed in range(sessions):
@@ -37,7 +37,7 @@ def learned_in_company(sessions: int, method: str) -> LearnedCosts:
 @pytest.mark.parametrize("method", ["autoregressive", "speculative", "specbranch"])
 @pytest.mark.parametrize("sessions", [1, 4, 8])
 def test_times_are_booked_under_the_rows_of_all_sessions(sessions: int, method: str) -> None:
-    costs = learned_in_company(sessions, method)
+    costs = learned_in_batch(sessions, method)
     for rows in costs.times["target"]:
         assert costs.target_seconds(rows) == pytest.approx(STEEP.target_seconds(rows), rel=1e-6)
     assert max(costs.times["target"]) >= sessions
@@ -47,7 +47,7 @@ def test_times_are_booked_under_the_rows_of_all_sessions(sessions: int, method: 
 
 def test_a_round_is_observed_once_however_many_take_part() -> None:
     rounds = {
-        sessions: sum(map(len, learned_in_company(sessions, "autoregressive").times["target"].values()))
+        sessions: sum(map(len, learned_in_batch(sessions, "autoregressive").times["target"].values()))
         for sessions in (1, 8)
     }
     assert rounds[1] == rounds[8] > 10

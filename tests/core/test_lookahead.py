@@ -32,7 +32,7 @@ def filled(width: int, size: int) -> Window:
     window = Window(size, tuple(range(1, width + size - 2)))
     for row in range(1, size - 1):
         aside = window.aside(FAR)
-        assert window.slide(0, [100 * row + aside.tokens[n] % 100 + 1 for n in aside.told]) == []
+        assert window.slide(0, [100 * row + aside.tokens[n] % 100 + 1 for n in aside.guessed]) == []
     return window
 
 
@@ -44,10 +44,10 @@ def test_a_full_window_is_the_published_pattern() -> None:
     # Figure 3 of the paper, W = 5, N = 4: the newest row's last token sees its column, the oldest row up to it, and the
     # text.
     aside = filled(5, 4).aside(FAR)
-    assert len(aside.tokens) == 3 * 5 - 1 and len(aside.told) == 5
-    lines = [line(aside, node) for node in aside.told]
+    assert len(aside.tokens) == 3 * 5 - 1 and len(aside.guessed) == 5
+    lines = [line(aside, node) for node in aside.guessed]
     assert [[token // 100 for token in one] for one in lines] == [[0] * column + [1, 2] for column in range(5)]
-    assert [aside.depth(node) for node in aside.told] == [2, 3, 4, 5, 6]
+    assert [aside.depth(node) for node in aside.guessed] == [2, 3, 4, 5, 6]
     assert len({tuple(one[:column]) for column, one in enumerate(lines)}) == 5 and lines[-1][:4] == list(
         aside.tokens[:4]
     )
@@ -58,13 +58,13 @@ def test_while_it_fills_each_token_stays_behind_the_one_it_was_said_after(width:
     window = Window(size, tuple(range(1, width + size - 2)))
     for rounds in range(2 * size):
         aside = window.aside(FAR)
-        columns = len(aside.told)
+        columns = len(aside.guessed)
         assert columns == (width + size - 3 if rounds == 0 else max(width, width + size - 2 - rounds))
         assert len(aside.tokens) < MOST_NODES
         for node, parent in enumerate(aside.parents):
             if parent != ROOT:  # tokens are the positions they were said at, so neighbours are one apart
                 assert aside.tokens[node] == aside.tokens[parent] + 1
-        grams = window.slide(rounds, [aside.tokens[n] + 1 for n in aside.told])
+        grams = window.slide(rounds, [aside.tokens[n] + 1 for n in aside.guessed])
         assert len(grams) == (width if rounds >= size - 2 else 0)
         assert all(later - earlier == 1 for gram in grams for earlier, later in pairwise(gram[1:]))
         assert all(len(gram) == size for gram in grams)
@@ -74,9 +74,9 @@ def test_near_the_limit_the_window_narrows_and_goes_no_deeper() -> None:
     window = filled(6, 4)
     for deepest in (7, 5, 4, 2, 1, 0):
         aside = window.aside(deepest)
-        assert len(aside.told) == max(min(deepest - 1, 6), 0)
+        assert len(aside.guessed) == max(min(deepest - 1, 6), 0)
         assert max((aside.depth(node) for node in range(len(aside.tokens))), default=0) <= deepest
-        assert len(window.slide(9, [7] * len(aside.told))) == len(aside.told)
+        assert len(window.slide(9, [7] * len(aside.guessed))) == len(aside.guessed)
 
 
 def test_the_pool_keeps_the_ngrams_met_last() -> None:
@@ -117,7 +117,7 @@ def rounds(law: ToyLaw, text: list[int], guesses: Sequence[int], size: int, coun
     window, found = Window(size, guesses), []
     for _ in range(count):
         aside = window.aside(FAR)
-        found.append(window.slide(text[-1], [after([*text, *line(aside, node)], law) for node in aside.told]))
+        found.append(window.slide(text[-1], [after([*text, *line(aside, node)], law) for node in aside.guessed]))
         text.append(after(text, law))
     return found
 
@@ -181,4 +181,4 @@ def test_what_may_be_set_fits_a_tail_at_every_round() -> None:
             aside = window.aside(FAR)
             full = len(window.rows) == size - 1
             assert 1 + len(aside.tokens) + full * settings.lookahead_candidates * (size - 1) <= TAIL
-            window.slide(0, [0] * len(aside.told))
+            window.slide(0, [0] * len(aside.guessed))

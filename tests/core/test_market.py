@@ -53,9 +53,9 @@ def test_all_are_told_the_rows_of_the_whole_forward_and_what_its_time_is_worth()
     assert {grant.rate for grant in found.values()} == {sum(offer.rate for offer in offers.values())}
 
 
-def test_in_company_a_row_is_dearer() -> None:
+def test_in_a_batch_a_row_is_dearer() -> None:
     one = RowOffer((0.5,) * 15, 90.0, MIXED, 100)
-    sent = [granted(dict.fromkeys(range(company), one))[0].count for company in (1, 4, 16)]
+    sent = [granted(dict.fromkeys(range(batch_size), one))[0].count for batch_size in (1, 4, 16)]
     assert sent[0] > sent[1] >= sent[2] == 0
 
 
@@ -71,8 +71,8 @@ def test_nothing_is_granted_without_costs_nor_without_offers() -> None:
     assert granted({7: unknown})[7].count == 0 and granted({}) == {} and let_draft({}) == {}
 
 
-def lanes(gain: float, costs: CostProfile, rate: float = 60.0, unread: int = 1) -> LaneOffer:
-    return LaneOffer((gain,), unread, rate, rate, costs, 100)
+def lanes(gain: float, costs: CostProfile, rate: float = 60.0, uncomputed: int = 1) -> LaneOffer:
+    return LaneOffer((gain,), uncomputed, rate, rate, costs, 100)
 
 
 def allowed(offers: dict[int, LaneOffer], waiting: float = 0.0, others: int = 0) -> set[int]:
@@ -94,8 +94,8 @@ def test_beside_others_that_draft_anyway_only_what_is_added_is_paid() -> None:
 
 
 def test_what_is_unread_for_long_is_paid_over_many_steps() -> None:
-    assert not allowed({1: lanes(0.5, MIXED, unread=60)})
-    assert allowed({number: lanes(0.5, MIXED, unread=60) for number in range(4)}) == set(range(4))
+    assert not allowed({1: lanes(0.5, MIXED, uncomputed=60)})
+    assert allowed({number: lanes(0.5, MIXED, uncomputed=60) for number in range(4)}) == set(range(4))
 
 
 def test_steps_are_priced_by_what_a_second_is_worth_to_all_and_alone_by_the_session_itself() -> None:

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.core.pages import BROKEN, Content, PageTable, Pool, ReadPrompt, check_shared, pieces
+from specbranch.core.pages import BROKEN, Content, PageTable, Pool, PrefilledPrompt, check_shared, chunks
 from specbranch.errors import CacheFull
 
 SIZE = 4
 
 
-def read(pool: Pool, text: list[int], chunk: int = SIZE) -> ReadPrompt:
+def read(pool: Pool, text: list[int], chunk: int = SIZE) -> PrefilledPrompt:
     """Read a prompt as a runner does, but for what is known of it."""
-    prompt = ReadPrompt(PageTable(pool))
+    prompt = PrefilledPrompt(PageTable(pool))
     held = prompt.recall(text, 0, chunk)
     prompt.table.reach(len(text))
     prompt.table.own(held, len(text), lambda copies: None)
-    for start, stop in pieces(range(held, len(text)), chunk):
+    for start, stop in chunks(range(held, len(text)), chunk):
         prompt.note(text, start, stop, chunk)
     return prompt
 
 
 def known(pool: Pool, text: list[int], chunk: int = SIZE) -> int:
     """How much of a text is known."""
-    prompt = ReadPrompt(PageTable(pool))
-    places = prompt.recall(text, 0, chunk)
+    prompt = PrefilledPrompt(PageTable(pool))
+    kv_slots = prompt.recall(text, 0, chunk)
     prompt.table.shrink(0)
-    return places
+    return kv_slots
 
 
-def gone(*prompts: ReadPrompt) -> None:
+def gone(*prompts: PrefilledPrompt) -> None:
     for prompt in prompts:
         prompt.table.shrink(0)
 
@@ -56,7 +56,7 @@ def test_what_is_taken_ends_where_a_piece_and_a_page_end(chunk: int) -> None:
 
 def test_the_pages_of_a_broken_piece_serve_nobody_who_goes_on() -> None:
     pool = Pool(40, SIZE)
-    gone(read(pool, list(range(30)), chunk=16))  # 16 and 14: pages 4 to 7 are of the broken piece
+    gone(read(pool, list(range(30)), chunk=16))  # 16 and 14: pages 4 to 7 are of the broken chunk
     assert known(pool, list(range(40)), chunk=16) == 16
     assert known(pool, list(range(28)), chunk=16) == 16
     assert known(pool, list(range(30)), chunk=16) == 30
@@ -64,7 +64,7 @@ def test_the_pages_of_a_broken_piece_serve_nobody_who_goes_on() -> None:
 
 def test_what_is_read_from_the_middle_of_a_piece_on_is_not_known() -> None:
     pool, text = Pool(40, SIZE), list(range(40))
-    prompt = ReadPrompt(PageTable(pool))
+    prompt = PrefilledPrompt(PageTable(pool))
     prompt.table.reach(40)
     prompt.note(text, 0, 8, 8)
     prompt.note(text, 8, 11, 8)  # ends here …
@@ -134,10 +134,10 @@ def test_a_page_that_is_known_is_copied_or_forgotten_before_it_is_written_to() -
 
 def test_two_that_read_the_same_at_once_leave_one_page_known() -> None:
     pool, text = Pool(12, SIZE), list(range(8))
-    both = [ReadPrompt(PageTable(pool)) for _ in range(2)]
+    both = [PrefilledPrompt(PageTable(pool)) for _ in range(2)]
     for prompt in both:
         prompt.table.reach(8)
-    for start, stop in pieces(range(8), SIZE):
+    for start, stop in chunks(range(8), SIZE):
         for prompt in both:
             prompt.note(text, start, stop, SIZE)
     pool.check([prompt.table for prompt in both])
@@ -147,7 +147,7 @@ def test_two_that_read_the_same_at_once_leave_one_page_known() -> None:
 
 
 def test_one_who_reads_the_same_behind_another_catches_up() -> None:
-    """As samples of one prompt do that are read piece by piece, in turns."""
+    """As samples of one prompt do that are read chunk by chunk, in turns."""
     pool, text = Pool(12, SIZE), list(range(16))
     first, second = read(pool, text[:2], 2), read(pool, text[:2], 2)
     for start in range(2, 16, 2):

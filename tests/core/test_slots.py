@@ -51,8 +51,8 @@ class SlotsAgainstLists(RuleBasedStateMachine):
     @rule(tokens=st.lists(TOKENS, max_size=6))
     def extend(self, tokens: list[int]) -> None:
         tokens = tokens[: CAPACITY - len(self.prefix)]
-        places = self.slots.extend(tokens)
-        assert places == range(len(self.prefix), len(self.prefix) + len(tokens))
+        kv_slots = self.slots.extend(tokens)
+        assert kv_slots == range(len(self.prefix), len(self.prefix) + len(tokens))
         self.prefix += tokens
         self.labels += [self.label() for _ in tokens]
         self.memory = list(self.labels)
@@ -121,7 +121,7 @@ class SlotsAgainstLists(RuleBasedStateMachine):
         for index, node in enumerate(self.nodes):
             assert tuple(slots.sequence(index)) == node.sequence
             assert slots.position(index) == len(node.sequence) - 1
-            assert self.memory[slots.place(index)] == node.label
+            assert self.memory[slots.slot_of(index)] == node.label
 
 
 SlotsAgainstLists.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -19,13 +19,13 @@ from tiers import tiered
 from toybench import PROFILE, Case, Ending, answer, law, next_number, plainly, run_out, virtual_clock
 
 
-def shares(stance: Stance, rounds: int, rate: float, company: int = 1) -> list[bool]:
+def shares(stance: Stance, rounds: int, rate: float, batch_size: int = 1) -> list[bool]:
     """Make rounds, planned ones at some rate, plain ones at 1 token a second; returns how each was made."""
     ways = []
     for _ in range(rounds):
-        way = stance.plainly(company)
+        way = stance.plainly(batch_size)
         ways.append(way)
-        stance.note(company, way, 2, 2.0 if way else 2.0 / rate)
+        stance.note(batch_size, way, 2, 2.0 if way else 2.0 / rate)
     return ways
 
 
@@ -39,9 +39,9 @@ def test_the_faster_way_is_taken_and_the_other_one_tried_ever_more_rarely() -> N
 
 
 def test_plain_decoding_is_not_tried_where_it_cannot_be_faster() -> None:
-    assert not any(shares(Stance(lambda company: 1.0), 5000, 1.7))
-    assert any(shares(Stance(lambda company: 1.0), 5000, 0.9)), "a bound above what is planned leaves it open"
-    stance = Stance(lambda company: 4.0 / company)
+    assert not any(shares(Stance(lambda batch_size: 1.0), 5000, 1.7))
+    assert any(shares(Stance(lambda batch_size: 1.0), 5000, 0.9)), "a bound above what is planned leaves it open"
+    stance = Stance(lambda batch_size: 4.0 / batch_size)
     assert not any(shares(stance, 400, 1.7, 4)) and any(shares(stance, 400, 1.7, 1)), "it is that of the load"
 
 
@@ -73,15 +73,15 @@ def test_what_has_become_faster_is_found_out() -> None:
 
 def test_each_load_has_its_own() -> None:
     stance = Stance()
-    shares(stance, 2000, 2.0, company=1)
-    shares(stance, 20_000, 0.5, company=16)
-    assert [stance.plainly(company) for company in (1, 16, 20, 64)] == [False, True, True, True]
+    shares(stance, 2000, 2.0, batch_size=1)
+    shares(stance, 20_000, 0.5, batch_size=16)
+    assert [stance.plainly(batch_size) for batch_size in (1, 16, 20, 64)] == [False, True, True, True]
 
 
 def test_a_new_load_begins_as_the_others_let_expect() -> None:
     few, many, new = Stance(), Stance(), Stance()
-    shares(few, 2000, 0.5, company=2)
-    shares(many, 40_000, 3.0, company=32)
+    shares(few, 2000, 0.5, batch_size=2)
+    shares(many, 40_000, 3.0, batch_size=32)
     assert [stance.plainly(4) for stance in (few, many, new)] == [True, False, False]
     assert [stance.plainly(16) for stance in (few, many, new)] == [True, False, True]
 
@@ -100,10 +100,10 @@ def test_trials_that_lose_take_a_small_share_of_the_time() -> None:
 
 def test_what_was_found_is_believed_for_a_while_and_looked_at_again() -> None:
     before, after = Stance(), Stance()
-    shares(before, 20_000, 0.5, company=4)
-    shares(before, BEGINNING, 0.5, company=1)  # nothing was compared yet
+    shares(before, 20_000, 0.5, batch_size=4)
+    shares(before, BEGINNING, 0.5, batch_size=1)  # nothing was compared yet
     after.believe(before.found())
-    ways = shares(after, 4 * BELIEVED + 4 * TRIAL[False] + 100, 3.0, company=4)
+    ways = shares(after, 4 * BELIEVED + 4 * TRIAL[False] + 100, 3.0, batch_size=4)
     assert all(ways[: 4 * BELIEVED]) and not ways[-1], "planning has become faster since"
     assert not after.plainly(1)
 

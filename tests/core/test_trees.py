@@ -16,9 +16,9 @@ from specbranch.core.trees import (
     ABSENT,
     EDGES,
     FIRST,
+    NO_PREFILL,
     NO_TREE,
     OTHER,
-    UNREAD,
     GrowingTree,
     Growth,
     Node,
@@ -141,11 +141,11 @@ def test_draft_and_text_correct_each_other() -> None:
 
 
 def test_every_standing_has_a_class_of_its_own() -> None:
-    places = (UNREAD, FIRST, OTHER, ABSENT)
-    classes = {look_class(match_class(words), where) for words in range(1, 40) for where in places}
+    kv_slots = (NO_PREFILL, FIRST, OTHER, ABSENT)
+    classes = {look_class(match_class(words), where) for words in range(1, 40) for where in kv_slots}
     assert classes == set(range(len(CHANCES.looked))) and len(CHANCES.looked) == len(CHANCES.shifts)
     node = Node(1, ROOT, 0.5, 0.5, 1)
-    assert standing(node, False) == UNREAD and standing(node, True) == ABSENT
+    assert standing(node, False) == NO_PREFILL and standing(node, True) == ABSENT
     assert standing(node._replace(said=0.3), True) == FIRST and standing(node._replace(said=0.3, rank=2), True) == OTHER
 
 

@@ -245,8 +245,8 @@ def grown(shape: Shape, seed: int) -> Verify:
     return tree(tokens, parents, laws if shape.sampled else None)
 
 
-def line_to(order: Verify, node: int) -> tuple[int, ...]:
-    return START if node == ROOT else (*line_to(order, order.parent(node)), order.tokens[node])
+def cached_at(order: Verify, node: int) -> tuple[int, ...]:
+    return START if node == ROOT else (*cached_at(order, order.parent(node)), order.tokens[node])
 
 
 def fresh(seed: int) -> Uniform:
@@ -286,7 +286,7 @@ def walks(shape: Shape, uniform: Callable[[int], Uniform] = fresh, law: type[Lis
     found = Walks(Counter(), Counter())
     for seed in range(SEEDS):
         order = grown(shape, seed)
-        path, token = accept_ratio(order, lambda node, o=order: law(probs(TARGET, line_to(o, node))), uniform(seed))  # type: ignore[misc]
+        path, token = accept_ratio(order, lambda node, o=order: law(probs(TARGET, cached_at(o, node))), uniform(seed))  # type: ignore[misc]
         emitted = (*(order.tokens[n] for n in path), token)
         found.joint[_completed(emitted, seed)] += 1
         found.turns[f"depth {len(path)}"] += 1
@@ -343,5 +343,5 @@ def test_no_variate_is_asked_for_twice(name: str) -> None:
             asked.append((depth, purpose, attempt))
             return fresh(seed)(depth, purpose, attempt)
 
-        accept_ratio(order, lambda node, o=order: ListLaw(probs(TARGET, line_to(o, node))), uniform)  # type: ignore[misc]
+        accept_ratio(order, lambda node, o=order: ListLaw(probs(TARGET, cached_at(o, node))), uniform)  # type: ignore[misc]
         assert len(asked) == len(set(asked))

@@ -35,7 +35,7 @@ def judged(verifier: Verifier, order: Verify) -> tuple[tuple[int, ...], int, tup
     scored, failed = verifier.score({0: order})
     assert not failed
     verdict = verifier.judge(scored, {})[0]
-    return verdict.path, verdict.token, verdict.told
+    return verdict.path, verdict.token, verdict.guessed
 
 
 def goes_on(tokens: tuple[int, ...], request: Request) -> int:
@@ -78,7 +78,7 @@ def test_it_is_told_as_the_target_goes_on_and_changes_no_verdict(temperature: fl
         order, aside = some_order(rng, text, request), some_aside(rng)
         path, token, told = judged(opened(request), replace(order, aside=aside))
         assert (path, token, ()) == judged(opened(request), order)
-        assert told == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.told)
+        assert told == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.guessed)
         taken += len(path)
     assert taken > 10
 
@@ -105,4 +105,4 @@ def test_a_tail_full_of_guesses_leaves_room_for_tokens_that_were_lost() -> None:
     request = request_of(0.8, "match", 5, text[:2])  # the rest are steps, read again
     aside = Aside((1,) * (TAIL - 1), tuple(range(ROOT, TAIL - 2)), (0, TAIL - 2))
     told = judged(opened(request), Verify(Context(0, text), aside=aside))[2]
-    assert told == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.told)
+    assert told == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.guessed)

@@ -10,7 +10,19 @@ import pytest
 
 from specbranch.config import SamplingParams
 from specbranch.core.experience import Experience
-from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Plan, Reached, Read, Span, Sparse
+from specbranch.core.orders import (
+    Branch,
+    Context,
+    Draft,
+    Drafted,
+    DraftOrder,
+    Grow,
+    Plan,
+    Prefill,
+    Reached,
+    Span,
+    Sparse,
+)
 from specbranch.core.request import Request
 from specbranch.core.trees import NO_TREE, Growth, Node, Tree
 from specbranch.exec.child_answers import Asked, BadAnswer
@@ -47,7 +59,7 @@ def test_what_is_sound_passes() -> None:
     asked(SAMPLED).check_heads({7: DRAWN})
     asked(Grow(ON, NO_TREE, GROWTH)).check_round({7: TREE}, NOW)
     asked(Grow(ON, TREE, GROWTH)).check_round({7: TREE}, NOW)
-    asked(Read(ON, 2)).check_round({7: Reached(2)}, NOW)
+    asked(Prefill(ON, 2)).check_round({7: Reached(2)}, NOW)
     asked(replace(CHAIN, on=Context(2, (3,)))).check_stale((7,))
 
 
@@ -64,7 +76,7 @@ def test_whatever_a_sound_worker_drafts_passes(rule: str) -> None:
         growth = replace(GROWTH, children=rng.randint(1, 5), most=rng.randint(0, 9), deepest=rng.randint(1, 9))
         draft, grow = Draft(on, plan, pending=2), Grow(on, NO_TREE, growth)
         by_ratio = {session} if rule == "ratio" else set()
-        for order in (draft, grow, Read(on, 2)):
+        for order in (draft, grow, Prefill(on, 2)):
             made = drafter.draft({session: order})
             Asked({session: order}, by_ratio, VOCABULARY).check_round(made, NOW)
             if isinstance(tree := made[session], Tree):  # and grown on
@@ -110,8 +122,8 @@ def test_whatever_a_sound_worker_drafts_passes(rule: str) -> None:
         (Grow(ON, NO_TREE, replace(GROWTH, deepest=1)), TREE, "a new node at depth 2"),
         (Grow(ON, NO_TREE, GROWTH), replace(TREE, steps=(1,) * 99), "a tree of 99 steps"),
         (Grow(ON, NO_TREE, GROWTH), replace(TREE, steps=(10**9,)), "a step of 1000000000 nodes"),
-        (Read(ON, 2), Reached(4), "4 tokens read of 3"),
-        (Read(ON, 2), Reached(-1), "-1 tokens read of 3"),
+        (Prefill(ON, 2), Reached(4), "4 tokens read of 3"),
+        (Prefill(ON, 2), Reached(-1), "-1 tokens read of 3"),
     ],
 )
 def test_what_was_not_ordered_is_refused(order: DraftOrder, made: Drafted, said: str) -> None:

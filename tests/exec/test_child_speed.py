@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbranch.core.orders import Branch, Context, Draft, Plan, PromptRead, Reached, Read, Span
+from specbranch.core.orders import Branch, Context, Draft, Plan, Prefill, PrefillCount, Reached, Span
 from specbranch.exec.child_speed import READING, TIMES, TIMES_LOST, Amount, ChildLimits, ChildSpeed, amount_of
 
 LIMITS = ChildLimits()
@@ -13,14 +13,14 @@ def measured(step: float, token: float | None = None) -> ChildSpeed:
     pace = ChildSpeed()
     pace.learn({0: CHAIN}, Span(0.0, 10 * step, 10))
     if token is not None:
-        pace.learn({0: Reached(1000)}, Span(0.0, 1000 * token, 1000, {0: PromptRead(1000)}))
+        pace.learn({0: Reached(1000)}, Span(0.0, 1000 * token, 1000, {0: PrefillCount(1000)}))
     return pace
 
 
 def test_what_is_ordered_is_counted_in_tokens_to_read_and_steps() -> None:
     text = Context(0, (1,) * 5000)
     assert amount_of({0: Draft(text, Plan(8)), 1: Draft(Context(9, (1, 2)), Plan(3))}) == Amount(5002, 8)
-    assert amount_of({0: Read(text, 1024)}) == Amount(1024, 0)
+    assert amount_of({0: Prefill(text, 1024)}) == Amount(1024, 0)
 
 
 def test_a_round_waits_for_a_few_times_what_its_steps_take() -> None:

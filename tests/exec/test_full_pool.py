@@ -10,7 +10,7 @@ import pytest
 
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import SpeculativeConfig
-from specbranch.core.loop import Loop, Places, RoundLimits
+from specbranch.core.loop import KVSlots, Loop, RoundLimits
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Context, Verify
 from specbranch.core.pages import PageTable, Pool
@@ -30,13 +30,13 @@ MOST_ROUNDS = 20_000
 BEGINNING = tuple(random.Random(1).randrange(6) for _ in range(40))
 
 
-def toy(pages: int, page: int = 8, piece: int = 4, drift: float = 0.0, tail: int = 32) -> PagedToyRunner:
-    return PagedToyRunner(law(drift), pages, page, piece, 400, tail)
+def toy(pages: int, page: int = 8, prefill_chunk: int = 4, drift: float = 0.0, tail: int = 32) -> PagedToyRunner:
+    return PagedToyRunner(law(drift), pages, page, prefill_chunk, 400, tail)
 
 
 def desk(target: PagedToyRunner, draft: PagedToyRunner | None = None, **given: object) -> Scheduler:
     executor = Serial(Verifier(target), Drafter(draft) if draft else None)
-    limits = RoundLimits(piece=target.piece, prompt_tokens=target.piece)
+    limits = RoundLimits(prefill_chunk=target.prefill_chunk, prompt_tokens=target.prefill_chunk)
     return Scheduler(Loop(executor, limits=limits), **given)  # type: ignore[arg-type]
 
 
@@ -56,7 +56,7 @@ def finish(scheduler: Scheduler, *runners: PagedToyRunner) -> None:
         for runner in runners:
             runner.check()
     assert not scheduler.tickets
-    assert all(runner.places_free == runner.places for runner in runners)
+    assert all(runner.kv_slots_free == runner.kv_slots for runner in runners)
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "lookup", "tree", "specbranch"])
@@ -86,11 +86,11 @@ def requests(rng: random.Random, count: int, names: Sequence[str]) -> list[tuple
 @pytest.mark.parametrize("seed", tiered(range(60), quick=lambda seed: seed < 8 or seed in (19, 26)))
 def test_in_any_small_pool_every_text_is_that_of_the_request_alone(seed: int) -> None:
     rng = random.Random(seed)
-    page, piece = rng.choice(((1, 4), (8, 3), (8, 16), (32, 16), (64, 16), (64, 16)))
+    page, prefill_chunk = rng.choice(((1, 4), (8, 3), (8, 16), (32, 16), (64, 16), (64, 16)))
     names, tail = rng.choice(((("autoregressive",), 0), (NAMES, 24)))
     least = -(-(39 + 14 + tail) // page)  # the longest request alone, and its tail
-    target = toy(least + rng.choice((0, 0, 1, 3)), page, piece, tail=24)
-    draft = toy(rng.choice((1, 2, 4, least, 2 * least)), page, piece, DRIFT, tail=24)
+    target = toy(least + rng.choice((0, 0, 1, 3)), page, prefill_chunk, tail=24)
+    draft = toy(rng.choice((1, 2, 4, least, 2 * least)), page, prefill_chunk, DRIFT, tail=24)
     scheduler = desk(target, draft, ahead=rng.choice((1, 4)), most=rng.choice((2, 5, None)))
     left, asked = requests(rng, 14, names), list[tuple[Case, Session]]()
     while left:
@@ -151,18 +151,18 @@ def test_copies_of_shared_pages_do_not_count_as_free() -> None:
         verifier.open(number, Case(BEGINNING[:13], 0.0, 0, Ending("long")).session().request)
         target.extend(number, BEGINNING[target.recall(number, BEGINNING[:12]) : 12])
     # two pages are held by all three, and two of them will copy the second one, which is not full
-    assert target.pool.free == 4 and target.places_free == 2 * 8
+    assert target.pool.free == 4 and target.kv_slots_free == 2 * 8
     for number in range(3):
         target.demand(number, 1)
         target.check()
-    assert target.pool.free == 2 and target.places_free == 2 * 8
+    assert target.pool.free == 2 and target.kv_slots_free == 2 * 8
 
 
 def test_places_are_counted_in_whole_pages() -> None:
-    places = Places("target", 64, 64, page=8)
-    assert [places.missing(length) for length in (0, 1, 8, 9)] == [0, 8, 8, 16]
-    assert [places.missing(9, held) for held in (0, 1, 8, 9)] == [16, 8, 8, 0]
-    assert Places("draft", 64, 64).missing(9, 4) == 5
+    kv_slots = KVSlots("target", 64, 64, page=8)
+    assert [kv_slots.missing(length) for length in (0, 1, 8, 9)] == [0, 8, 8, 16]
+    assert [kv_slots.missing(9, held) for held in (0, 1, 8, 9)] == [16, 8, 8, 0]
+    assert KVSlots("draft", 64, 64).missing(9, 4) == 5
 
 
 def test_room_that_cannot_be_had_leaves_the_table_as_it_was() -> None:
@@ -197,7 +197,7 @@ def test_a_modelled_request_waits_for_memory_where_somebody_else_makes_rounds(se
         assert answer(theirs) == plainly(cases[1], law())
     else:
         assert isinstance(theirs.error, PoolFull)
-    assert not first.guests and target.places_free == target.places
+    assert not first.guests and target.kv_slots_free == target.kv_slots
 
 
 def test_requests_go_before_modelled_ones_when_memory_is_short() -> None:
@@ -215,7 +215,7 @@ def test_requests_go_before_modelled_ones_when_memory_is_short() -> None:
     assert answer(ours) == plainly(cases[0], law())
     while not theirs.finished:
         modelled.step()
-    assert answer(theirs) == plainly(cases[1], law()) and modelled.snapshot().put_back == 1
+    assert answer(theirs) == plainly(cases[1], law()) and modelled.snapshot().preemptions == 1
 
 
 def test_what_rests_gives_its_memory_to_one_that_waits_while_others_run() -> None:

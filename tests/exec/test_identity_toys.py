@@ -393,11 +393,11 @@ def test_under_ratio_another_seed_gives_another_output() -> None:
 class CountingDrafter(Drafter):
     """Counts how often it had to be told a whole sequence."""
 
-    told_whole = 0
+    sent_whole = 0
 
     def stale(self, session: int, on: Context) -> bool:
         found = super().stale(session, on)
-        self.told_whole += found
+        self.sent_whole += found
         return found
 
 
@@ -412,7 +412,7 @@ def test_a_draft_with_a_shorter_context_only_stops_helping() -> None:
         assert answer(session) == truth(request, VOCABULARY)
         assert "draft" in session.origins[:14]
         assert "draft" not in session.origins[50:]
-    assert draft.told_whole == 0, "it is told whole sequences again and again"
+    assert draft.sent_whole == 0, "it is told whole sequences again and again"
 
 
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl", "confidence", "tree", "specbranch"])
@@ -420,4 +420,4 @@ def test_a_draft_that_lost_nothing_is_never_told_a_whole_sequence(method: str) -
     draft = CountingDrafter(ToyRunner(law(0.3)))
     for seed in range(4):
         decode(Serial(make_verifier(), draft), case(seed, 0.7), CONFIGS[method], experience=Timeless(PROFILE))
-    assert draft.told_whole == 0
+    assert draft.sent_whole == 0

@@ -376,33 +376,33 @@ def test_a_wide_step_that_costs_little_more_is_made_however_short_the_target_tak
     assert beside is not None and len(beside.step) == 16
 
 
-@pytest.mark.parametrize("company", [1, 4])
-def test_reading_beside_the_target_has_to_bring_more_than_beginning_with_the_verdict(company: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_reading_beside_the_target_has_to_bring_more_than_beginning_with_the_verdict(batch_size: int) -> None:
     found = []
     for asking in (0.0, 0.0001, 0.05):
         costs = CostProfile(target=((1, 0.005), (64, 0.006)), draft=((1, 0.001), (16, 0.0011)), asking=asking)
         planner = Planner(Experience(costs))
-        planner.begin(10, company)
+        planner.begin(10, batch_size)
         growing = GrowingTree(NO_TREE)
         growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
-        grant = granted({number: planner.row_offer(growing.tree(), [0]) for number in range(company)})[0]
+        grant = granted({number: planner.row_offer(growing.tree(), [0]) for number in range(batch_size)})[0]
         found.append(planner.while_verifying(growing.tree(), grant) is not None)
-    # in company nothing is begun with a verdict, so nothing is lost
-    assert found == [True, True, company > 1]
+    # in a batch nothing is begun with a verdict, so nothing is lost
+    assert found == [True, True, batch_size > 1]
 
 
-@pytest.mark.parametrize("company", [1, 4, 16])
-def test_reading_beside_the_target_spares_a_session_its_part_of_a_step_that_all_share(company: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 4, 16])
+def test_reading_beside_the_target_spares_a_session_its_part_of_a_step_that_all_share(batch_size: int) -> None:
     costs = CostProfile(target=((1, 0.005), (64, 0.006)), draft=((1, 0.0001), (16, 0.0002)))
     planner = Planner(Experience(costs))
-    planner.begin(10, company)
+    planner.begin(10, batch_size)
     growing = GrowingTree(NO_TREE)
     growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
-    offers = {number: planner.row_offer(growing.tree(), [0]) for number in range(company)}
+    offers = {number: planner.row_offer(growing.tree(), [0]) for number in range(batch_size)}
     grant = granted(offers)[0]
     beside = planner.while_verifying(growing.tree(), grant)
     assert beside is not None
-    assert beside.worth == pytest.approx(SPARED * grant.rate * costs.draft_seconds(company) / company)
+    assert beside.worth == pytest.approx(SPARED * grant.rate * costs.draft_seconds(batch_size) / batch_size)
 
 
 def test_what_reading_is_worth_does_not_rise_with_candidates_that_are_hardly_sent() -> None:

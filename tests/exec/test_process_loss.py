@@ -331,14 +331,16 @@ def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_i
 
         finish(loop, slowly)
         assert answer(session) == plainly(case, law())
-        tickets = [message.ticket for message in executor.told if isinstance(message, Work)]
+        tickets = [message.ticket for message in executor.sent_messages if isinstance(message, Work)]
         assert len(tickets) - len(set(tickets)) == executor.restarts == 1
         second = next(
             i
-            for i, m in enumerate(executor.told)
+            for i, m in enumerate(executor.sent_messages)
             if isinstance(m, Work) and m.orders[session.number].on.base == 0 and i > 3
         )
-        assert executor.told[second + 1] == TargetDone(tickets[tickets.index(executor.told[second].ticket)])
+        assert executor.sent_messages[second + 1] == TargetDone(
+            tickets[tickets.index(executor.sent_messages[second].ticket)]
+        )
 
 
 @pytest.mark.slow

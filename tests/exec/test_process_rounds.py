@@ -72,11 +72,16 @@ def test_lanes_go_on_until_the_verdicts_are_made_not_only_until_the_forward_is_l
     notes = tmp_path / "forwards"
     target = LateTarget(lambda: notes.exists() and len(notes.read_text()) >= ENOUGH)
     with closing(Overheard(target, Recipe(f"{__name__}:make_noting", {"notes": str(notes)}))) as executor:
-        target.when_judged = lambda: executor.told.append("judged")
+        target.when_judged = lambda: executor.sent_messages.append("judged")
         executor.open(0, request(rule))
         plan = Plan(LENGTH, ((0, 1),), heads="sampled" if rule == "ratio" else "top", until="target")
         reports = executor.run({0: Orders(Draft(Context(0, (1, 2)), plan), Verify(Context(0, (1, 2))))})[0]
-    assert [what if what == "judged" else type(what) for what in executor.told] == [Open, Work, "judged", TargetDone]
+    assert [what if what == "judged" else type(what) for what in executor.sent_messages] == [
+        Open,
+        Work,
+        "judged",
+        TargetDone,
+    ]
     assert len(reports.branches[0].tokens) >= ENOUGH
 
 
@@ -119,7 +124,11 @@ def test_only_the_session_that_the_child_has_lost_is_sent_whole(kind: str) -> No
         for text in texts.values():
             text.append(4)
         reports = executor.run(orders(4, 2))
-    assert [whole(message) for message in executor.told if isinstance(message, Work)] == [{0, 1, 2}, set(), {1}]
+    assert [whole(message) for message in executor.sent_messages if isinstance(message, Work)] == [
+        {0, 1, 2},
+        set(),
+        {1},
+    ]
     assert all(report.tree if kind == "tree" else report.branches for report in reports.values())
 
 

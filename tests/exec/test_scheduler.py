@@ -1,4 +1,4 @@
-"""Many requests through the scheduler: each text as if alone, whoever arrives, leaves, fails or is put back."""
+"""Many requests through the scheduler: each text as if alone, whoever arrives, leaves, fails or is preempted."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ from toybench import (
 )
 
 DRIFT = 0.2
-PIECE = 8
-LIMITS = RoundLimits(piece=PIECE, prompt_tokens=PIECE, prompt_tokens_alone=3 * PIECE)
+CHUNK = 8
+LIMITS = RoundLimits(prefill_chunk=CHUNK, prompt_tokens=CHUNK, prompt_tokens_alone=3 * CHUNK)
 CONTEXT = 400
 ENDINGS = (
     Ending("long", max_tokens=40),
@@ -63,12 +63,12 @@ ENDINGS = (
 MOST_ROUNDS = 200_000
 
 
-def toy(drift: float = 0.0, places: int | None = None, **given: Any) -> ToyRunner:
-    """A toy that reads prompts in pieces; with `places` its cache is bounded, and knows what it has read."""
-    if places is not None:
-        return PagedToyRunner(law(drift), places, page=1, piece=PIECE, context_length=CONTEXT)
+def toy(drift: float = 0.0, kv_slots: int | None = None, **given: Any) -> ToyRunner:
+    """A toy that reads prompts in chunks; with `kv_slots` its cache is bounded, and knows what it has read."""
+    if kv_slots is not None:
+        return PagedToyRunner(law(drift), kv_slots, page=1, prefill_chunk=CHUNK, context_length=CONTEXT)
     runner = ToyRunner(law(drift), CONTEXT, **given)
-    runner.piece = PIECE
+    runner.prefill_chunk = CHUNK
     return runner
 
 
@@ -80,21 +80,21 @@ class PagedDeferred(PagedToyRunner):
         return Verdicts(found, lambda: next(polls, None) is None)
 
 
-def deferred_toy(places: int | None) -> ToyRunner:
-    if places is not None:
-        return PagedDeferred(law(), places, page=1, piece=PIECE, context_length=CONTEXT)
+def deferred_toy(kv_slots: int | None) -> ToyRunner:
+    if kv_slots is not None:
+        return PagedDeferred(law(), kv_slots, page=1, prefill_chunk=CHUNK, context_length=CONTEXT)
     runner = Deferred(law(), lambda: 2, CONTEXT)
-    runner.piece = PIECE
+    runner.prefill_chunk = CHUNK
     return runner
 
 
-def executors(places: int | None, draft_places: int | None = None) -> dict[str, Callable[[], Executor]]:
+def executors(kv_slots: int | None, draft_kv_slots: int | None = None) -> dict[str, Callable[[], Executor]]:
     return {
-        "serial": lambda: Serial(Verifier(toy(places=places)), Drafter(toy(DRIFT, draft_places))),
-        "process": lambda: Process(Verifier(toy(places=places)), drafter_recipe(DRIFT)),
-        "streams": lambda: Streams(Verifier(deferred_toy(places)), Drafter(toy(DRIFT, draft_places))),
+        "serial": lambda: Serial(Verifier(toy(kv_slots=kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
+        "process": lambda: Process(Verifier(toy(kv_slots=kv_slots)), drafter_recipe(DRIFT)),
+        "streams": lambda: Streams(Verifier(deferred_toy(kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
         "clock": lambda: VirtualClock(
-            Verifier(toy(places=places)), MeteredDrafter(toy(DRIFT, draft_places)), toybench.SHARED
+            Verifier(toy(kv_slots=kv_slots)), MeteredDrafter(toy(DRIFT, draft_kv_slots)), toybench.SHARED
         ),
     }
 
@@ -194,8 +194,8 @@ MEMORIES: dict[str, tuple[int | None, int | None, tuple[Rule, ...]]] = {
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("kind", tiered(("serial", "process", "streams", "clock"), "clock".__ne__))
 def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(kind: str, memory: str) -> None:
-    places, draft_places, rules = MEMORIES[memory]
-    executor = executors(places, draft_places)[kind]()
+    kv_slots, draft_kv_slots, rules = MEMORIES[memory]
+    executor = executors(kv_slots, draft_kv_slots)[kind]()
     scheduler = Scheduler(Loop(executor, limits=LIMITS), most=12, ahead=4)
     desk = Desk(scheduler, random.Random(2), cancels=0.0005)
     desk.run(mixed(120, rules=rules))
@@ -203,20 +203,20 @@ def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(ki
     check(desk.done, desk.cancelled)
     told = scheduler.snapshot()
     assert len(desk.cancelled) == told.cancelled > 3 and told.finished == 120 - told.cancelled
-    assert (told.put_back > 0) == (places is not None)
+    assert (told.preemptions > 0) == (kv_slots is not None)
     assert holds_nothing(executor) and told.running == told.waiting == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_thousands_of_requests_give_what_each_gives_alone(memory: str) -> None:
-    places, draft_places, rules = MEMORIES[memory]
-    executor = executors(places, draft_places)["serial"]()
+    kv_slots, draft_kv_slots, rules = MEMORIES[memory]
+    executor = executors(kv_slots, draft_kv_slots)["serial"]()
     scheduler = Scheduler(Loop(executor, limits=LIMITS), most=24, ahead=4)
     desk = Desk(scheduler, random.Random(7), cancels=0.0003)
     desk.run(mixed(3000, seed=8, rules=rules))
     check(desk.done, desk.cancelled)
-    assert holds_nothing(executor) and (scheduler.snapshot().put_back > 20) == (places is not None)
+    assert holds_nothing(executor) and (scheduler.snapshot().preemptions > 20) == (kv_slots is not None)
 
 
 def test_every_request_makes_progress_where_only_one_fits() -> None:
@@ -243,7 +243,7 @@ def test_a_request_that_can_never_fit_is_refused_by_a_sentence() -> None:
     scheduler = Scheduler(Loop(executors(60)["serial"](), limits=LIMITS))
     asked = Desk(scheduler, random.Random(3)).submit(Case((1,) * 61, 0.0, 0, ENDINGS[0]), config_of("tree", "match"))
     assert asked.session.finished == "error" and asked.ticket and asked.ticket.state == "over"
-    assert "61 tokens, but the cache has 60 places" in str(asked.session.error)
+    assert "61 tokens, but the cache has 60 KV slots" in str(asked.session.error)
 
 
 def test_a_cancelled_request_is_gone_within_a_round_also_while_its_prompt_is_read() -> None:
@@ -255,7 +255,7 @@ def test_a_cancelled_request_is_gone_within_a_round_also_while_its_prompt_is_rea
     long = desk.submit(Case((1,) * 300, 0.7, 4, ENDINGS[0]), config_of("speculative", "match"))
     for _ in range(4):
         scheduler.step()
-    assert scheduler.snapshot().reading == 1 and len(executor.target.slots(long.session.number).prefix) == 4 * PIECE  # type: ignore[attr-defined]
+    assert scheduler.snapshot().prefilling == 1 and len(executor.target.slots(long.session.number).prefix) == 4 * CHUNK  # type: ignore[attr-defined]
     assert long.ticket
     scheduler.cancel(long.ticket)
     with pytest.raises(KeyError):
@@ -343,7 +343,7 @@ def test_a_request_is_admitted_within_the_bound() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_long_ones_to_be_read() -> None:
-    """With m texts unread one of p pieces is read within m · p rounds of the target."""
+    """With m texts unread one of p chunks is read within m · p rounds of the target."""
     scheduler = Scheduler(Loop(executors(None)["serial"](), limits=LIMITS))
     desk = Desk(scheduler, random.Random(3))
     plain = config_of("autoregressive", "match")
@@ -352,7 +352,7 @@ def test_a_short_prompt_does_not_wait_for_long_ones_to_be_read() -> None:
     for at in range(3):
         desk.submit(Case((at,) * 300, 0.7, at, ENDINGS[2]), plain)
     scheduler.step()
-    short = desk.submit(Case((5,) * (2 * PIECE), 0.7, 9, ENDINGS[2]), plain)
+    short = desk.submit(Case((5,) * (2 * CHUNK), 0.7, 9, ENDINGS[2]), plain)
     rounds = 0
     while not short.session.finished:
         scheduler.step()
@@ -362,8 +362,8 @@ def test_a_short_prompt_does_not_wait_for_long_ones_to_be_read() -> None:
     check(desk.done)
 
 
-@pytest.mark.parametrize(("others", "pieces"), [(1, 4), (PIECE, 4), (2 * PIECE, 2), (4 * PIECE, 1)])
-def test_beside_many_rows_as_many_tokens_of_a_prompt_are_read(others: int, pieces: int) -> None:
+@pytest.mark.parametrize(("others", "chunks"), [(1, 4), (CHUNK, 4), (2 * CHUNK, 2), (4 * CHUNK, 1)])
+def test_beside_many_rows_as_many_tokens_of_a_prompt_are_read(others: int, chunks: int) -> None:
     """A round that is long anyway takes more of a prompt: else prompts would be read more slowly than they come."""
     scheduler = Scheduler(Loop(executors(None)["serial"](), limits=LIMITS))
     desk, plain = Desk(scheduler, random.Random(3)), config_of("autoregressive", "match")
@@ -371,12 +371,12 @@ def test_beside_many_rows_as_many_tokens_of_a_prompt_are_read(others: int, piece
         desk.submit(Case((at % 6,), 0.7, at, Ending("long", max_tokens=300)), plain)
     for _ in range(3):
         scheduler.step()
-    new = desk.submit(Case((5,) * (4 * PIECE + 1), 0.7, 99, ENDINGS[0]), plain)
+    new = desk.submit(Case((5,) * (4 * CHUNK + 1), 0.7, 99, ENDINGS[0]), plain)
     rounds = 0
     while not new.session.output:
         scheduler.step()
         rounds += 1
-    assert rounds == pieces
+    assert rounds == chunks
 
 
 def test_one_that_rests_takes_no_part_and_no_place_and_goes_on_later() -> None:
@@ -443,7 +443,7 @@ def test_a_draft_process_that_is_killed_again_and_again_costs_no_request_anythin
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "LONGEST_WAIT", 0.0)
-    executor = Process(Verifier(toy(places=400)), drafter_recipe(DRIFT))
+    executor = Process(Verifier(toy(kv_slots=400)), drafter_recipe(DRIFT))
     desk, killed = Desk(Scheduler(Loop(executor, limits=LIMITS), most=8), random.Random(3)), 0
     requests = iter(mixed(100_000, rules=("match",)))
     for at in count():
@@ -517,7 +517,7 @@ def usual_round(scheduler: Scheduler, executor: Executor, gaps: Gaps, rounds: in
     return gaps.longest
 
 
-# Costs of a GPU, and those of SmolLM2 on a CPU, with their pieces: seconds by rows, to a piece.
+# Costs of a GPU, and those of SmolLM2 on a CPU, with their chunks: seconds by rows, to a chunk.
 GPU = CostProfile(target=((1, 5.0), (8, 5.5), (64, 6.0), (256, 7.3), (512, 9.0)), draft=((1, 1.2), (256, 1.8)))
 CPU = CostProfile(
     target=((1, 0.034), (8, 0.084), (16, 0.12)), draft=((1, 0.006), (8, 0.016), (16, 0.024)), overlap=False
@@ -529,17 +529,17 @@ CPU = CostProfile(
     "method",
     tiered(("autoregressive", "speculative", "specbranch", "pearl"), ("autoregressive", "pearl").__contains__),
 )
-@pytest.mark.parametrize(("profile", "piece"), [(GPU, 256), (CPU, 16)], ids=["gpu", "cpu"])
+@pytest.mark.parametrize(("profile", "prefill_chunk"), [(GPU, 256), (CPU, 16)], ids=["gpu", "cpu"])
 def test_a_long_prompt_among_eight_makes_no_gap_longer_than_three_usual_rounds(
-    profile: CostProfile, piece: int, method: str
+    profile: CostProfile, prefill_chunk: int, method: str
 ) -> None:
     def long_toy(drift: float) -> ToyRunner:
         runner = ToyRunner(law(drift), 6000)
-        runner.piece = piece
+        runner.prefill_chunk = prefill_chunk
         return runner
 
     executor = VirtualClock(Verifier(long_toy(0.0)), MeteredDrafter(long_toy(DRIFT)), profile)
-    limits = RoundLimits(piece=piece, prompt_tokens=piece)
+    limits = RoundLimits(prefill_chunk=prefill_chunk, prompt_tokens=prefill_chunk)
     scheduler = Scheduler(Loop(executor, limits=limits))
     desk, config = Desk(scheduler, random.Random(3), profile=profile), config_of(method, "match")
     endless = Ending("long", max_tokens=3000)
@@ -548,7 +548,7 @@ def test_a_long_prompt_among_eight_makes_no_gap_longer_than_three_usual_rounds(
     usual_round(scheduler, executor, gaps, 10)
     gaps.longest = 0.0
     usual = usual_round(scheduler, executor, gaps, 30)  # a longest gap, from one token to the next
-    long = desk.submit(Case(tuple(at % 6 for at in range(16 * piece)), 0.7, 9, ENDINGS[0]), config, limit=6000)
+    long = desk.submit(Case(tuple(at % 6 for at in range(16 * prefill_chunk)), 0.7, 9, ENDINGS[0]), config, limit=6000)
     read = 0
     while not long.session.output:
         scheduler.step()
@@ -564,7 +564,7 @@ def test_a_long_prompt_among_eight_makes_no_gap_longer_than_three_usual_rounds(
 def test_a_request_alone_is_charged_as_if_there_were_no_scheduler() -> None:
     for case, config in mixed(20, rules=("match",)):
         spent = []
-        for limits in (None, RoundLimits(piece=PIECE, prompt_tokens=PIECE)):
+        for limits in (None, RoundLimits(prefill_chunk=CHUNK, prompt_tokens=CHUNK)):
             executor = executors(None)["clock"]()
             desk = Desk(Scheduler(Loop(executor, limits=limits)), random.Random(3))
             desk.submit(case, config)

@@ -16,7 +16,7 @@ from specbranch.config import Rule, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS, MethodRounds
-from specbranch.core.orders import Context, Draft, Grow, Orders, Plan, Read, Verify
+from specbranch.core.orders import Context, Draft, Grow, Orders, Plan, Prefill, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Proposal, Trial, Verdicts
 from specbranch.core.session import Session
@@ -395,5 +395,5 @@ def test_an_interrupt_at_any_call_of_either_model_leaves_both_usable(method: str
 def test_a_round_that_only_reads_takes_the_time_that_it_takes(works: Callable[[float], Serial]) -> None:
     executor, prompt = works(0.3), tuple(range(3, 15)) * 20
     executor.open(0, Request(SamplingParams(), 0, len(prompt)))
-    span = executor.run({0: Orders(read=Read(Context(0, prompt), len(prompt)))})[0].verifying
+    span = executor.run({0: Orders(prefill=Prefill(Context(0, prompt), len(prompt)))})[0].verifying
     assert span is not None and span.tokens > 100 and span.end > span.start

@@ -70,7 +70,7 @@ def bits(rows: list[Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("prefix", [1, 20, 250, 700, 1000, 1016])
-def test_a_row_has_the_same_bits_in_any_company(prefix: int, runner: NativeRunner) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(prefix: int, runner: NativeRunner) -> None:
     line, text = some_tokens(30, seed=9), some_tokens(prefix)
     for seq in range(6):
         runner.open(seq, GREEDY)
@@ -117,7 +117,7 @@ def test_a_row_has_the_same_bits_among_many(count: int, runner: NativeRunner) ->
 
 
 @pytest.mark.parametrize("shaping", [{"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.3}], ids=str)
-def test_a_token_is_chosen_alike_in_any_company(shaping: dict[str, float], runner: NativeRunner) -> None:
+def test_a_token_is_chosen_alike_in_any_batch(shaping: dict[str, float], runner: NativeRunner) -> None:
     """In a graph, and behind it where another request's logits are shaped."""
     text, line = some_tokens(50), some_tokens(12, seed=3)
     said = []

@@ -102,8 +102,8 @@ class Written:
         slots.grow(tokens, parents)
         table = Table(Pool(32), pages)
         memory = torch.randn(33, 2, self.kv_heads, PAGE, self.head_dim).to(DEVICE, torch.bfloat16)
-        places = torch.tensor([*range(self.prefix), *(slots.place(node) for node in chain)])
-        flat = torch.from_numpy(table.flat(places.numpy())).to(DEVICE)
+        kv_slots = torch.tensor([*range(self.prefix), *(slots.slot_of(node) for node in chain)])
+        flat = torch.from_numpy(table.flat(kv_slots.numpy())).to(DEVICE)
         memory[flat // PAGE, :, :, flat % PAGE] = self.both
         nodes = range(chain[rows[0]] - behind, chain[rows[-1]] + 1)
         others = [Rows(Table(Pool(32), [20 + at]), [1] * 3, 90, 90, [1, 3, 7]) for at in range(beside)]

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.models.model import PIECES
+from specbranch.models.chunk_attention import attend_by_flash, attend_masked, choose_attend_chunk
+from specbranch.models.model import PREFILL_CHUNKS
 from specbranch.models.native import NativeRunner, load_native
-from specbranch.models.piece_attention import attend_by_flash, attend_masked, choose_attend_piece
 from tiny_models import GREEDY
 
 pytestmark = pytest.mark.gpu
@@ -61,9 +61,9 @@ def read(runner: NativeRunner, seq: int, text: list[int]) -> torch.Tensor:
     """Read a prompt; returns what is in the cache of it [tokens, layers, 2, kv_heads, head_dim]."""
     runner.open(seq, GREEDY)
     runner.extend(seq, text)
-    places = runner._held[seq].table.flat(np.arange(len(text)))
+    kv_slots = runner._held[seq].table.flat(np.arange(len(text)))
     torch.cuda.synchronize()  # it was read on the runner's own stream
-    return runner.memory.data[torch.from_numpy(places // PAGE), :, :, :, torch.from_numpy(places % PAGE)].cpu()
+    return runner.memory.data[torch.from_numpy(kv_slots // PAGE), :, :, :, torch.from_numpy(kv_slots % PAGE)].cpu()
 
 
 @pytest.mark.parametrize("dtype", TOLERATED, ids=str)
@@ -71,7 +71,7 @@ def read(runner: NativeRunner, seq: int, text: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("offset", [0, 1, 255, 2048, 5000])
 def test_flash_gives_what_the_masked_way_gives(offset: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     heads, kv_heads, head_dim = shape
-    assert choose_attend_piece(DEVICE, dtype, *shape) is attend_by_flash
+    assert choose_attend_chunk(DEVICE, dtype, *shape) is attend_by_flash
     for rows in (1, 2, 77, 300, 2048 - offset % 2048):
         torch.manual_seed(rows)
         qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim).to(DEVICE, dtype)
@@ -89,11 +89,11 @@ def test_a_row_that_saw_its_successor_would_be_noticed() -> None:
 
 
 def test_pieces_are_a_gpus_and_flash_runs_where_it_can(runner: NativeRunner, folder: Path) -> None:
-    assert runner.piece == PIECES["cuda"] and runner.decoder.attend_piece is attend_by_flash
+    assert runner.prefill_chunk == PREFILL_CHUNKS["cuda"] and runner.decoder.attend_chunk is attend_by_flash
     wide = load_native(folder, context_length=3000, device="cuda", dtype=torch.float32, cache_tokens=4000)
-    assert wide.piece == PIECES["cuda"] and wide.decoder.attend_piece is attend_masked
+    assert wide.prefill_chunk == PREFILL_CHUNKS["cuda"] and wide.decoder.attend_chunk is attend_masked
     # the kernel takes heads of at most 256
-    assert choose_attend_piece(DEVICE, torch.bfloat16, 4, 2, 512) is attend_masked
+    assert choose_attend_chunk(DEVICE, torch.bfloat16, 4, 2, 512) is attend_masked
 
 
 def test_a_prompt_that_is_read_again_has_the_same_bits(runner: NativeRunner) -> None:

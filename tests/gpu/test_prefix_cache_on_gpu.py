@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from specbranch.core.orders import PromptRead
+from specbranch.core.orders import PrefillCount
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.gpu.runner import GpuRunner
@@ -72,7 +72,7 @@ def logits(runner: NativeRunner, seq: int, token: int) -> torch.Tensor:
 
 
 def test_a_prompt_that_begins_like_another_has_the_bits_of_reading_it(both: list[NativeRunner]) -> None:
-    base, chunk = tokens(7000), both[0].piece
+    base, chunk = tokens(7000), both[0].prefill_chunk
     prompts = [base[:5000], base[:5000], base[:4999], (*base[:3000], *tokens(1500, seed=2)), base[:6500], base[:20]]
     whole = [n - n % chunk for n in (0, 0, 4998, 3000, 4999, 0)]
     for seq, (prompt, known) in enumerate(zip(prompts, whole, strict=True)):
@@ -87,7 +87,7 @@ def test_a_prompt_that_begins_like_another_has_the_bits_of_reading_it(both: list
 
 
 def test_pieces_that_are_read_in_turns_are_read_once(both: list[NativeRunner]) -> None:
-    prompt, chunk = tokens(5001), both[0].piece
+    prompt, chunk = tokens(5001), both[0].prefill_chunk
     for runner in both:
         for seq in range(3):
             runner.open(seq, GREEDY)
@@ -108,11 +108,11 @@ def test_a_second_turn_reads_the_answer_the_broken_piece_and_what_is_new(both: l
         conversation(runner, [tokens(4500), tokens(700, seed=2), tokens(300, seed=3)]) for runner in both
     )
     assert text == expected
-    chunk = both[0].piece
+    chunk = both[0].prefill_chunk
     lengths, before = [4499, 5229, 5559], [0, 4499, 5229]  # the last token of each is a step
     cached = [length - length % chunk for length in before]
-    assert found == [PromptRead(length - known, known) for length, known in zip(lengths, cached, strict=True)]
-    assert whole == [PromptRead(length, 0) for length in lengths]
+    assert found == [PrefillCount(length - known, known) for length, known in zip(lengths, cached, strict=True)]
+    assert whole == [PrefillCount(length, 0) for length in lengths]
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "lookup"])

@@ -84,7 +84,7 @@ def test_no_page_is_lost_over_many_requests(requests: int) -> None:
     pair = Pair(pages=60)
     done = serve(pair, requests, 6, compared=0.3)
     for runner in (pair.target, pair.draft):
-        assert runner.places_free == runner.places == 480 and runner.pool.idle > 0
+        assert runner.kv_slots_free == runner.kv_slots == 480 and runner.pool.idle > 0
     read = sum(one.stats.prompt_tokens_read for one in done)
     assert sum(one.stats.prompt_tokens_cached for one in done) > read > 0
     assert sum(one.stats.draft_prompt_tokens_cached for one in done) > 0
@@ -107,7 +107,7 @@ def test_a_request_that_finds_no_room_says_so_and_takes_nothing() -> None:
     pair.check()
     while pair.loop.live:
         pair.loop.step()
-    assert pair.target.places_free == 48
+    assert pair.target.kv_slots_free == 48
 
 
 def test_a_page_with_two_meanings_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

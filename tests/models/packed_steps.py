@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
-from specbranch.models.batch import Rows, dealt, rows_of_nodes, rows_of_piece
+from specbranch.models.batch import Rows, dealt, rows_of_chunk, rows_of_nodes
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import Matrix
@@ -32,9 +32,9 @@ class Line:
 
     def read(self, tokens: Sequence[int]) -> Rows:
         """Append to the prefix."""
-        places = self.slots.extend(tokens)
-        self.table.reach(places.stop)
-        return rows_of_piece(self.table, tokens, places.start)
+        kv_slots = self.slots.extend(tokens)
+        self.table.reach(kv_slots.stop)
+        return rows_of_chunk(self.table, tokens, kv_slots.start)
 
     def grow(self, tokens: Sequence[int], parents: Sequence[int]) -> Rows:
         """Add nodes to the tail."""
@@ -45,8 +45,8 @@ class Line:
 
 def expected_places(line: Line, node: int) -> list[int]:
     """The flat places of a node's ancestors and itself, by the definition."""
-    places = [*range(len(line.slots.prefix)), *(line.slots.place(one) for one in line.slots.path(node))]
-    return [line.table.pages[place // PAGE] * PAGE + place % PAGE for place in places]
+    kv_slots = [*range(len(line.slots.prefix)), *(line.slots.slot_of(one) for one in line.slots.path(node))]
+    return [line.table.pages[place // PAGE] * PAGE + place % PAGE for place in kv_slots]
 
 
 def some_work(seed: int) -> tuple[Pool, list[tuple[Line, Rows]]]:

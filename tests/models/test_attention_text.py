@@ -1,4 +1,4 @@
-"""Compiled attention by itself: every shape of heads against plain arithmetic, and a row's bits in any company."""
+"""Compiled attention by itself: every shape of heads against plain arithmetic, and a row's bits in any batch."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Sequence:
 
     def entry(self) -> list[int]:
         """Its row in the table."""
-        places = np.arange(self.count)
+        kv_slots = np.arange(self.count)
         pages = self.memory.data_ptr() + self.order * self.memory[0].nbytes
-        line = (pages[places // PAGE] + places % PAGE * self.shape.place)[self.prefix :].copy()
+        line = (pages[kv_slots // PAGE] + kv_slots % PAGE * self.shape.kv_slot)[self.prefix :].copy()
         self.held = [pages.copy(), line]
         return [self.held[0].ctypes.data, self.prefix, 0, self.count, line.ctypes.data]
 
@@ -67,8 +67,8 @@ def attended(shape: KernelShape, machine: Registers, rows: list[Sequence]) -> to
     cuts = max(-(-row.count // SPLIT) for row in rows)
     parts = torch.full((len(rows) * cuts * shape.heads * part_floats(shape),), torch.nan)
     arrived = torch.zeros(len(rows) * shape.kv_heads, dtype=torch.int64)
-    places = queries.data_ptr(), table.ctypes.data, out.data_ptr(), 0, parts.data_ptr(), arrived.data_ptr()
-    numbers = [0, *places, len(rows), cuts, cuts, LAYER, float_bits(shape.head_dim**-0.5)]
+    kv_slots = queries.data_ptr(), table.ctypes.data, out.data_ptr(), 0, parts.data_ptr(), arrived.data_ptr()
+    numbers = [0, *kv_slots, len(rows), cuts, cuts, LAYER, float_bits(shape.head_dim**-0.5)]
     given = np.array(numbers + [0] * (FIELDS - len(numbers)), dtype=np.int64)
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("attend"))(given.ctypes.data)
     assert not arrived.any(), "the next step counts from 0"
@@ -94,7 +94,7 @@ def test_attention_is_that_of_plain_arithmetic(
 @each_value
 @pytest.mark.parametrize("size", [4, 2, 1])
 @pytest.mark.parametrize("count", [5, SPLIT, SPLIT + 1, 2 * PAGE + 77])
-def test_a_rows_bits_depend_on_neither_company_nor_where_the_prefix_ends(count: int, size: Literal[4, 2, 1]) -> None:
+def test_a_rows_bits_depend_on_neither_the_batch_nor_where_the_prefix_ends(count: int, size: Literal[4, 2, 1]) -> None:
     shape = KernelShape(6, 2, 32, size)
     alone = attended(shape, ARM, [Sequence(shape, count, count - 1, seed=1)])[0]
     others = [Sequence(shape, many, many // 2, seed=many) for many in (3, 400, 1000)]

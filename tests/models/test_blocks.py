@@ -439,12 +439,12 @@ def test_operations_round_their_rows_as_a_layer_by_itself_does(name: str, files:
     assert torch.equal(found, expected) and expected.any()
 
 
-def test_a_token_has_the_same_bits_alone_in_a_tree_and_in_company(files: dict[str, Path], threads: int) -> None:
+def test_a_token_has_the_same_bits_alone_in_a_tree_and_in_a_batch(files: dict[str, Path], threads: int) -> None:
     runner = load_native(files["qwen2 Q8_0"], context_length=200, tail=64)
     alone = rows_of(runner, Feed(0, (9,), (ROOT,)))
     tree = rows_of(runner, Feed(0, (4, 9, 9, 8, 3), (ROOT, ROOT, 0, 1, 2)))
-    company = rows_of(runner, Feed(1, tuple(range(60)), tuple(range(ROOT, 59))), Feed(0, (9,), (ROOT,)))
-    assert torch.equal(tree[1], alone[0]) and torch.equal(company[-1], alone[0])
+    batch_size = rows_of(runner, Feed(1, tuple(range(60)), tuple(range(ROOT, 59))), Feed(0, (9,), (ROOT,)))
+    assert torch.equal(tree[1], alone[0]) and torch.equal(batch_size[-1], alone[0])
 
 
 @each_value

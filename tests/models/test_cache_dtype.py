@@ -64,7 +64,7 @@ def test_the_compiled_step_stores_what_the_plain_one_does(
     fused = loaded(folders[kind], cache_dtype)
     assert fused.compiled and fused.cache_dtype == cache_dtype
     plain = NativeRunner(fused.decoder, fused.context_length, fused.tail, cache_dtype=SMALL[cache_dtype])
-    plain._fused, plain.piece = None, fused.piece
+    plain._fused, plain.prefill_chunk = None, fused.prefill_chunk
     whole = loaded(folders[kind], None)
     own, twin, exact = (scored(runner) for runner in (fused, plain, whole))
     near, far = (own - twin).abs().max(), (own - exact).abs().max()

@@ -1,4 +1,4 @@
-"""The fused step for CPUs against the plain decoder, and its promise: a row has the same bits in any company."""
+"""The fused step for CPUs against the plain decoder, and its promise: a row has the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specbranch.models.decoder import Decoder
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import ReducedHead, read_weights
 from specbranch.models.kv import Table
-from specbranch.models.native import COMPILED_PIECE, NativeRunner, load_native, open_model
+from specbranch.models.native import COMPILED_CHUNK, NativeRunner, load_native, open_model
 from specbranch.models.rows import TensorRow, collate
 from tiers import each_value
 from tiny_models import CONFIGS, GREEDY, SHAPE, planted, saved, some_tokens, tiny
@@ -265,10 +265,10 @@ def test_a_prompt_is_read_by_the_compiled_step_piece_by_piece(
 ) -> None:
     runner, read = RUNNERS["float32"](folders["llama"]), []
     monkeypatch.setattr(FusedStep, "store", lambda _, work: read.append(len(work[0].tokens)))
-    for seq, tokens in enumerate((COMPILED_PIECE - 1, COMPILED_PIECE, COMPILED_PIECE + 1, 3 * COMPILED_PIECE)):
+    for seq, tokens in enumerate((COMPILED_CHUNK - 1, COMPILED_CHUNK, COMPILED_CHUNK + 1, 3 * COMPILED_CHUNK)):
         runner.open(seq, GREEDY)
         runner.extend(seq, some_tokens(tokens))
-    assert read == [COMPILED_PIECE - 1, COMPILED_PIECE, COMPILED_PIECE, 1, *[COMPILED_PIECE] * 3]
+    assert read == [COMPILED_CHUNK - 1, COMPILED_CHUNK, COMPILED_CHUNK, 1, *[COMPILED_CHUNK] * 3]
 
 
 def test_stale_values_behind_the_sequence_change_nothing(folders: dict[str, Path]) -> None:

@@ -20,7 +20,7 @@ from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Head, Judged, PadsForwards, Proposal, Runner, Trial, Verdicts
 from specbranch.core.slots import ROOT
 from specbranch.exec.verifier import Verifier
-from specbranch.models.batch import rows_of_piece
+from specbranch.models.batch import rows_of_chunk
 from specbranch.models.gpu.layout import bucket_of
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import Table
@@ -170,11 +170,11 @@ def test_what_is_told_aside_is_what_the_reference_tells(name: str, both: tuple[N
             for verifier in verifiers:
                 verifier.open(seq, replace(request, prompt_length=len(text)))
         found = [verifier.judge(verifier.score(orders, {})[0], {}) for verifier in verifiers]
-        assert [(v.path, v.token, v.told) for v in found[0].values()] == [
-            (v.path, v.token, v.told) for v in found[1].values()
+        assert [(v.path, v.token, v.guessed) for v in found[0].values()] == [
+            (v.path, v.token, v.guessed) for v in found[1].values()
         ]
-        assert [len(v.told) for v in found[1].values()] == [
-            len(order.aside.told) for order in orders.values() if order.aside
+        assert [len(v.guessed) for v in found[1].values()] == [
+            len(order.aside.guessed) for order in orders.values() if order.aside
         ]
         for seq, verifier in itertools.product(orders, verifiers):
             verifier.leave(seq)
@@ -466,5 +466,5 @@ def test_a_runner_tells_what_a_step_is_padded_to(decoder: Any) -> None:
     assert isinstance(runner, PadsForwards) and not isinstance(NativeRunner(decoder, 600), PadsForwards)
     table = Table(Pool(4), [0, 1, 2])
     for rows in (1, 2, 4, 5, 16, 17, 33, 100):
-        step = bucket_of([rows_of_piece(table, [1] * rows, 0)])
+        step = bucket_of([rows_of_chunk(table, [1] * rows, 0)])
         assert runner.padded(rows) == step.rows

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from packed_steps import PAGES, Stepper, chain_with_siblings, decoder_of, expected_places, some_work
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
-from specbranch.models.batch import Rows, dealt, rows_of_piece, shared_end
+from specbranch.models.batch import Rows, dealt, rows_of_chunk, shared_end
 from specbranch.models.gpu.attention import attend_plainly, choose_attend
 from specbranch.models.gpu.layout import MOST_ROWS, OWN, Bucket, Views, bucket_of, pack, packed_size, views
 from specbranch.models.kv import Table
@@ -49,13 +49,13 @@ def test_a_packed_row_reads_its_ancestors_in_order_and_then_itself(seed: int) ->
     row = 0
     for line, rows in work:
         for node in range(rows.start - rows.prefix, rows.start - rows.prefix + len(rows.tokens)):
-            places = expected_places(line, node)
-            assert places_seen(step, row) == places
+            kv_slots = expected_places(line, node)
+            assert places_seen(step, row) == kv_slots
             assert (int(step.tokens[row]), int(step.positions[row])) == (
                 line.slots.tokens[node],
                 line.slots.position(node),
             )
-            assert int(step.slots[row]) == places[-1]
+            assert int(step.slots[row]) == kv_slots[-1]
             assert int(step.shared[row]) >= shared_end(line.slots.position(node), rows.prefix)
             row += 1
 
@@ -82,13 +82,13 @@ def test_what_a_row_shares_depends_on_its_position_alone() -> None:
         slots.grow(tokens, parents)
         node = chain[-1]
         seen = sum(1 << one for one in slots.path(node))
-        step = packed_views([Rows(Table(pool, [0, 1]), [1], slots.place(node), prefix, [seen])])
+        step = packed_views([Rows(Table(pool, [0, 1]), [1], slots.slot_of(node), prefix, [seen])])
         assert (int(step.positions[0]), int(step.shared[0]), int(step.own_count[0])) == (130, 96, 35)
 
 
 def test_a_long_chunk_dealt_out_to_steps_has_short_lines() -> None:
     table = Table(Pool(8), [5, 3, 1, 0])
-    for some in dealt([rows_of_piece(table, [1] * 600, 50)], 128):
+    for some in dealt([rows_of_chunk(table, [1] * 600, 50)], 128):
         step = packed_views(some)
         assert int(step.own_count.max()) <= 64
         assert places_seen(step, 0) == table.flat(np.arange(int(step.positions[0]) + 1)).tolist()
@@ -102,7 +102,7 @@ def test_a_line_that_does_not_fit_is_refused() -> None:
 
 def test_too_many_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="1 to 512 rows"):
-        bucket_of([rows_of_piece(Table(Pool(4), [0, 1, 2]), [1] * 513, 0)])
+        bucket_of([rows_of_chunk(Table(Pool(4), [0, 1, 2]), [1] * 513, 0)])
 
 
 def test_sections_lie_where_the_bucket_says_and_at_whole_cache_lines() -> None:
@@ -119,13 +119,14 @@ def test_sections_lie_where_the_bucket_says_and_at_whole_cache_lines() -> None:
         assert ends[-1] < packed_size(bucket)
 
 
-def attended(q: np.ndarray, keys: np.ndarray, values: np.ndarray, places: list[int]) -> list[np.ndarray]:
+def attended(q: np.ndarray, keys: np.ndarray, values: np.ndarray, kv_slots: list[int]) -> list[np.ndarray]:
     """One row's attention in loops, float64."""
     share = len(q) // keys.shape[1]
     found = []
     for head, query in enumerate(q):
         k, v = (
-            np.array([side[place // PAGE, head // share, place % PAGE] for place in places]) for side in (keys, values)
+            np.array([side[place // PAGE, head // share, place % PAGE] for place in kv_slots])
+            for side in (keys, values)
         )
         weights = np.exp(k @ query / math.sqrt(len(query)))
         found.append(weights @ v / weights.sum())

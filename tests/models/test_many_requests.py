@@ -1,4 +1,4 @@
-"""Many requests on real decoders: each has the bits it has alone, in pieces, put back, in any company."""
+"""Many requests on real decoders: each has the bits it has alone, in chunks, preempted, in any batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specbranch import LLM, AsyncLLM, SamplingParams
-from specbranch.core.orders import Context, Read
+from specbranch.core.orders import Context, Prefill
 from specbranch.core.request import Request
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
@@ -29,7 +29,9 @@ def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_pieces_and_put_backs_leave_every_bit_as_it_is(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_preemptions_leave_every_bit_as_it_is(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if load_kernel() is not None:
         monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
     asked = prompts(12, 260)
@@ -53,7 +55,7 @@ def test_pieces_and_put_backs_leave_every_bit_as_it_is(pair: tuple[str, str], mo
     assert [one.token_ids for one in outputs] == [one.token_ids for one in alone]
     if load_kernel() is not None:
         assert [one.logprobs for one in outputs] == [one.logprobs for one in alone]
-    assert stats.put_back > 0 and stats.finished == 12 and all(one.free == one.total for one in stats.places)
+    assert stats.preemptions > 0 and stats.finished == 12 and all(one.free == one.total for one in stats.kv_slots)
 
 
 @pytest.mark.parametrize("runner", ["native", "transformers"])
@@ -66,7 +68,7 @@ def test_a_text_read_in_pieces_is_that_read_at_once(
     options = {"runner": runner, "device": "cpu", "context_length": 400, "prefix_cache": False}
     with LLM(pair[0], method="autoregressive", **options) as llm:
         model, text = llm.target_runner, tuple(prompts(1, 1)[0] * 330)
-        model.piece = 64  # type: ignore[misc]
+        model.prefill_chunk = 64  # type: ignore[misc]
         request = Request(SamplingParams(), 0, 250)
         rows = []
         for most in (None, 1, 64, 150):
@@ -79,7 +81,7 @@ def test_a_text_read_in_pieces_is_that_read_at_once(
             worker.leave(0)
             if most:
                 assert held[-1] == len(text) - 1 and held[0] == max(most // 64, 1) * 64
-                assert {at % 64 for at in held if at < 249} == {0}  # whole pieces, and all of the prompt but its last
+                assert {at % 64 for at in held if at < 249} == {0}  # whole chunks, and all of the prompt but its last
         for found in rows[1:]:
             assert found == rows[0] if exact else found == pytest.approx(rows[0], abs=1e-4)
 
@@ -88,7 +90,7 @@ def _read_on(worker: Worker, text: Sequence[int], most: int) -> list[int]:
     held = [0]
     while held[-1] < len(text) - 1:
         base = held[-1]
-        held.append(worker.read(0, Read(Context(base, tuple(text[base:-1]), text), most)))
+        held.append(worker.read(0, Prefill(Context(base, tuple(text[base:-1]), text), most)))
     return held[1:]
 
 
@@ -123,4 +125,4 @@ def test_smollm2_gives_each_the_text_it_gives_alone(default_model: Path) -> None
 
     outputs, stats = asyncio.run(together())
     assert [one.token_ids for one in outputs] == [one.token_ids for one in alone]
-    assert all(one.free == one.total for one in stats.places)
+    assert all(one.free == one.total for one in stats.kv_slots)

@@ -23,7 +23,7 @@ from specbranch.core import pages
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import find_method
-from specbranch.core.orders import Context, PromptRead, Verify
+from specbranch.core.orders import Context, PrefillCount, Verify
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.runner import Feed
@@ -62,15 +62,15 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def made(kind: str, decoder: Decoder, chunk: int = 256, pages: int = 16) -> NativeRunner:
     runner = KINDS[kind](decoder, CONTEXT, pages=pages)
-    runner.piece = chunk
+    runner.prefill_chunk = chunk
     return runner
 
 
 def held_bits(runner: NativeRunner, seq: int) -> torch.Tensor:
     """All that is in the cache of a sequence's prefix."""
     held = runner._held[seq]
-    places = held.table.flat(np.arange(len(held.slots.prefix)))
-    return runner.memory.data[places // PAGE, :, :, :, places % PAGE].clone()
+    kv_slots = held.table.flat(np.arange(len(held.slots.prefix)))
+    return runner.memory.data[kv_slots // PAGE, :, :, :, kv_slots % PAGE].clone()
 
 
 def read(runner: NativeRunner, seq: int, prompt: tuple[int, ...]) -> int:
@@ -146,10 +146,10 @@ def test_what_steps_wrote_is_read_again(kind: str, decoder: Decoder) -> None:
     assert torch.equal(held_bits(runner, 1), bits) and torch.equal(row(runner, 1, text[-1]), logits)
 
 
-def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[list[int], list[PromptRead]]:
+def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[list[int], list[PrefillCount]]:
     """Turns of a chat, each the text so far and what is asked then; returns the whole text, and what was read of each
     prompt."""
-    text, found = list[int](), list[PromptRead]()
+    text, found = list[int](), list[PrefillCount]()
     for number, words in enumerate(asked):
         text += words
         verifier, base = Verifier(runner), 0
@@ -159,7 +159,7 @@ def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[li
             base = len(text)
             text.append(verifier.judge(scored, {})[number].token)
             assert not failed
-        found.append(verifier.prompts_read()[number])
+        found.append(verifier.prefill_counts()[number])
         verifier.leave(number)
         runner.check()
     return text, found
@@ -172,9 +172,9 @@ def test_a_second_turn_reads_the_answer_the_broken_piece_and_what_is_new(kind: s
     asked = [BASES[0][:500], BASES[1][:200], BASES[1][200:300]]
     (text, read), (expected, whole) = (conversation(runner, asked) for runner in runners)
     assert text == expected
-    # prompts of 500, 730 and 860 tokens, the last of them a step; the first has whole pieces of 384, whole pages of 256
-    assert read == [PromptRead(499, 0), PromptRead(473, 256), PromptRead(347, 512)]
-    assert whole == [PromptRead(499, 0), PromptRead(729, 0), PromptRead(859, 0)]
+    # prompts of 500, 730 and 860 tokens, the last of them a step; the first has whole chunks of 384, whole pages of 256
+    assert read == [PrefillCount(499, 0), PrefillCount(473, 256), PrefillCount(347, 512)]
+    assert whole == [PrefillCount(499, 0), PrefillCount(729, 0), PrefillCount(859, 0)]
 
 
 def decoded(
@@ -245,13 +245,13 @@ def test_nothing_is_kept_where_that_is_switched_off(decoder: Decoder) -> None:
 
 def test_places_that_only_keep_a_prompt_count_as_free(decoder: Decoder) -> None:
     runner = made("plain", decoder, pages=4)
-    assert (runner.places, runner.places_free) == (1024, 1024)
+    assert (runner.kv_slots, runner.kv_slots_free) == (1024, 1024)
     read(runner, 0, BASES[0][:600])
-    assert runner.places_free == 256
+    assert runner.kv_slots_free == 256
     runner.close(0)
-    assert (runner.places_free, runner.pool.idle) == (1024, 3)
+    assert (runner.kv_slots_free, runner.pool.idle) == (1024, 3)
     read(runner, 1, BASES[1][:900])
-    assert (runner.places_free, runner.pool.idle) == (0, 0)
+    assert (runner.kv_slots_free, runner.pool.idle) == (0, 0)
     runner.open(2, GREEDY)
     assert runner.recall(2, BASES[0][:600]) == 0
     with pytest.raises(CacheFull, match=r"Need 3 more cache pages of 256 tokens, 0 free \(of 4\)"):
@@ -354,11 +354,11 @@ def test_an_interrupt_at_any_line_leaves_pages_in_order_and_nothing_wrong_known(
 
 
 class Exercise:
-    """Random work on a runner with a tight pool. After every piece of it pages are in order, and what each open
+    """Random work on a runner with a tight pool. After every chunk of it pages are in order, and what each open
     sequence holds is what was last written there."""
 
     def __init__(self, kind: str, decoder: Decoder, reference: Reference, rng: random.Random) -> None:
-        self.runner = made(kind, decoder, reference.runner.piece, pages=9)
+        self.runner = made(kind, decoder, reference.runner.prefill_chunk, pages=9)
         self.reference, self.rng = reference, rng
         self.bits: dict[int, torch.Tensor] = {}
         self.numbers = iter(range(1 << 30))
@@ -393,13 +393,13 @@ class Exercise:
             assert torch.equal(held_bits(self.runner, seq), bits)
 
     def ask(self, seq: int) -> None:
-        """Read a prompt that begins like others, in pieces of whole chunks; it has the bits of reading it alone."""
+        """Read a prompt that begins like others, in chunks of whole chunks; it has the bits of reading it alone."""
         base, other = self.rng.sample(BASES, 2)
         shared, new = self.rng.choice((0, 20, 256, 300, 512, 600)), self.rng.choice((1, 30, 256))
         prompt = (*base[:shared], *other[:new], self.rng.randrange(2))
         self.runner.open(seq, GREEDY)
         self.bits[seq] = held_bits(self.runner, seq)
-        chunk, end = self.runner.piece, len(prompt) - 1
+        chunk, end = self.runner.prefill_chunk, len(prompt) - 1
         while (held := len(self.runner.slots(seq).prefix)) < end:
             stop = min((held // chunk + self.rng.choice((1, 2, 9))) * chunk, end)
             with self.interrupts():

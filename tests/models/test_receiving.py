@@ -111,7 +111,7 @@ def both_steps(seed: int, kernel: Any, device: str) -> tuple[Any, Any, int]:
     slope = rng.choice([0.0, 0.02, 0.3])
     sending = Sending(tuple(slope * k for k in range(1, 16)), rng.choice([2, 30]))
     text = Expected(request, prefix, 17, sending)
-    table = Table(Pool(0), rng.sample(range(100), -(-text.places // 256)))
+    table = Table(Pool(0), rng.sample(range(100), -(-text.kv_slots // 256)))
     moves = np.array([[3, 9], [4, 8]]).T if rng.random() < 0.5 else NO_MOVES
     growing = Growing(0, (), Tree(tuple(grown(rng, size)), True), {}, replace(some_growth(rng), deepest=30))
     least = rng.choice([LEAST, Bucket(16, 1, 8)])

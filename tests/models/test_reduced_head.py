@@ -100,7 +100,7 @@ def test_proposals_equal_those_over_the_whole_vocabulary(
     )
 
 
-def test_proposals_equal_those_over_the_whole_vocabulary_in_mixed_company(columns: Columns) -> None:
+def test_proposals_equal_those_over_the_whole_vocabulary_in_mixed_batch(columns: Columns) -> None:
     spots = [spot(**params) for params in SPOTS.values()]
     asks = [ASKS[at % len(ASKS)] for at in range(len(spots))]
     rows = rows_of(logits(len(spots)), columns)
@@ -130,14 +130,14 @@ def test_the_leading_entries_leave_out_the_highest_of_equals() -> None:
 
 @pytest.mark.parametrize("heard", [False, True], ids=["alone", "beside a target"])
 def test_the_noise_of_some_tokens_is_that_of_the_whole_row(heard: bool, columns: Columns) -> None:
-    places = [(7, 0, 3), (7, 0, 4), (7, 0, 3)]
-    expected = Noise().rows(places, VOCABULARY)
+    kv_slots = [(7, 0, 3), (7, 0, 4), (7, 0, 3)]
+    expected = Noise().rows(kv_slots, VOCABULARY)
     noise = Noise()
     if heard:
-        noise.row(places[0], VOCABULARY)
-    found = noise.rows_of(places, columns)
+        noise.row(kv_slots[0], VOCABULARY)
+    found = noise.rows_of(kv_slots, columns)
     assert all(torch.equal(some, row[columns.ids]) for some, row in zip(found, expected, strict=True))
-    assert all(torch.equal(some, again) for some, again in zip(found, noise.rows_of(places, columns), strict=True))
+    assert all(torch.equal(some, again) for some, again in zip(found, noise.rows_of(kv_slots, columns), strict=True))
     lengths = {len(row) for row in noise._kept.values()}
     assert lengths == ({VOCABULARY} if heard else {KEPT}), "rows are made whole only where somebody hears them whole"
 
@@ -215,7 +215,7 @@ def test_a_reduced_head_scores_its_tokens_as_the_whole_head_does(
 
 
 @pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
-def test_a_row_of_a_reduced_head_has_the_same_bits_alone_and_in_company(
+def test_a_row_of_a_reduced_head_has_the_same_bits_alone_and_in_a_batch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")

@@ -76,7 +76,7 @@ def test_stored_weights_are_counted_with_their_scales(stored: WeightsName, tied:
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "dtype", "places", "told"),
+    ("gigabytes", "dtype", "kv_slots", "told"),
     [
         (
             17.0,
@@ -97,11 +97,11 @@ def test_stored_weights_are_counted_with_their_scales(stored: WeightsName, tied:
     ],
 )
 def test_what_does_not_fit_says_how_much_is_missing_and_what_would(
-    gigabytes: float, dtype: torch.dtype, places: int, told: str, large: Architecture, monkeypatch: pytest.MonkeyPatch
+    gigabytes: float, dtype: torch.dtype, kv_slots: int, told: str, large: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda device: int(gigabytes * 1e9))
     with pytest.raises(ModelError, match=told):
-        pool_pages(large, dtype, GPU, places, 128)
+        pool_pages(large, dtype, GPU, kv_slots, 128)
 
 
 @pytest.mark.parametrize(("gigabytes", "stored", "larger"), [(10.0, "int8", None), (6.0, "int4", "int8")])

@@ -115,8 +115,8 @@ def test_each_row_is_penalised_by_its_own_ancestors() -> None:
 
 
 def test_history_is_read_only_when_a_penalty_needs_it() -> None:
-    unread = _spot(temperature=0.7, top_p=0.9, logit_bias={3: 1.0})._replace(history=_never)
-    shape(_logits(), [unread])
+    uncomputed = _spot(temperature=0.7, top_p=0.9, logit_bias={3: 1.0})._replace(history=_never)
+    shape(_logits(), [uncomputed])
     with pytest.raises(AssertionError, match="history was read"):
         shape(_logits(), [_spot(repetition_penalty=1.1)._replace(history=_never)])
 
@@ -205,7 +205,7 @@ def test_a_batch_of_mixed_requests_equals_one_by_one() -> None:
     assert torch.equal(together, alone)
 
 
-def test_pick_is_the_same_bit_for_bit_alone_and_in_any_company() -> None:
+def test_pick_is_the_same_bit_for_bit_alone_and_in_any_batch() -> None:
     spots = _mixed() * 3
     rows = rows_of(_logits(len(spots), 20_011))
     together = TorchSampler(20_011).pick(rows, spots)
@@ -216,7 +216,7 @@ def test_pick_is_the_same_bit_for_bit_alone_and_in_any_company() -> None:
     assert len(set(together)) > 3
 
 
-def test_proposals_are_the_same_alone_and_in_any_company() -> None:
+def test_proposals_are_the_same_alone_and_in_any_batch() -> None:
     spots = _mixed()
     asks = [
         Ask(0, ROOT, 1 + i % 4, "top" if i % 3 else "sampled", "entropy" if i % 2 else "top") for i in range(len(spots))
@@ -299,13 +299,13 @@ def test_kept_noise_is_bounded_in_rows_and_bytes() -> None:
 
 def test_threads_share_the_noise_of_vocabularies_of_any_length() -> None:
     """Two engines of one process: one asks for a longer vocabulary while the other makes its rows."""
-    places = [(1, 0, position) for position in range(8)]
-    expected = Noise().rows(places, 300)
+    kv_slots = [(1, 0, position) for position in range(8)]
+    expected = Noise().rows(kv_slots, 300)
     turns: list[bool] = []
 
     def ask(noise: Noise, vocabularies: range) -> None:
         for vocabulary in vocabularies:
-            rows = noise.rows(places, vocabulary)
+            rows = noise.rows(kv_slots, vocabulary)
             turns.append(all(torch.equal(row, whole[:vocabulary]) for row, whole in zip(rows, expected, strict=True)))
 
     interval = sys.getswitchinterval()

@@ -15,7 +15,7 @@ import pytest
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
-from specbranch.core.orders import Context, Following, Orders, Read, Reports
+from specbranch.core.orders import Context, Following, Orders, Prefill, Reports
 from specbranch.core.planner import Planner
 from specbranch.core.request import Request
 from specbranch.core.session import Session
@@ -142,7 +142,7 @@ def test_what_is_only_read_does_not_begin_where_an_earlier_tree_began(decoders: 
     prompt = tuple(some_tokens(40))
     works.open(9, Request(PARAMS[0], 0, len(prompt)))
     now = time.perf_counter()
-    report = works.run({9: Orders(Read(Context(0, prompt[:-1], prompt), 64))})[9]
+    report = works.run({9: Orders(Prefill(Context(0, prompt[:-1], prompt), 64))})[9]
     assert report.drafting is not None and report.drafting.start > now
     works.leave(9)
 

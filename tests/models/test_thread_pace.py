@@ -149,7 +149,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def answered(runner: NativeRunner) -> list[torch.Tensor]:
-    """The logits of a prompt that is read in pieces and of a few steps behind it, some with several rows."""
+    """The logits of a prompt that is read in chunks and of a few steps behind it, some with several rows."""
     runner.open(0, GREEDY)
     runner.extend(0, some_tokens(40))
     found = []

@@ -145,7 +145,7 @@ def test_rows_after_extend_equal_a_plain_forward(runner: TransformersRunner) -> 
 def test_a_prompt_read_in_chunks_equals_one_read_at_once(
     runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "piece", 2)
+    monkeypatch.setattr(runner, "prefill_chunk", 2)
     _check(_opened(runner), _feed(runner, (21,), (ROOT,)))
 
 

@@ -48,7 +48,7 @@ class Running:
     def is_idle(self) -> bool:
         """Whether nothing is under way, and nothing is held."""
         stats, limits = self.engine.stats(), self.server._limits
-        free = all(places.free == places.total for places in stats.places)
+        free = all(kv_slots.free == kv_slots.total for kv_slots in stats.kv_slots)
         return free and not stats.running and not stats.waiting and not limits.requests and not limits.samples
 
     def submitted(self) -> int:

@@ -18,7 +18,7 @@ from specbranch.core.orders import (
     Following,
     Grow,
     Orders,
-    Read,
+    Prefill,
     Reports,
     Span,
     Verdict,
@@ -26,7 +26,7 @@ from specbranch.core.orders import (
 )
 from specbranch.core.runner import Done, Feed
 from specbranch.exec.drafter import Announce, Drafter
-from specbranch.exec.halves import parted, reads_of, reports_of
+from specbranch.exec.halves import parted, prefills_of, reports_of
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import never
@@ -119,11 +119,11 @@ class VirtualClock(Serial):
         scored, failed = self.target.score(verifies)
         verified = self.target.rows_fed - fed
         charge.verified(verified, held)
-        reads = reads_of(orders)
+        reads = prefills_of(orders)
         before = self._mean_held(reads)
-        reached, short = self.target.read_on(reads)
-        pieces = self.target.rows_fed - fed - verified
-        charge.verified(pieces, before)  # a forward of its own
+        reached, short = self.target.prefill(reads)
+        chunk_rows = self.target.rows_fed - fed - verified
+        charge.verified(chunk_rows, before)  # a forward of its own
         if self.metered:
             self.metered.charge = charge
         made, timed = self._drafted(drafts, charge.target_done, heads.update)
@@ -135,14 +135,14 @@ class VirtualClock(Serial):
         begun = start + charge.target_start
         drafted = timed.span() if timed else Span(0.0, 0.0)
         drafting = Span(start, start + charge.draft, drafted.tokens, drafted.prompts)
-        verifying = Span(begun, begun + charge.target, verified + pieces, self.target.prompts_read())
+        verifying = Span(begun, begun + charge.target, verified + chunk_rows, self.target.prefill_counts())
         return reports_of(orders, made, verdicts, failed | short, drafting, verifying, self._without, reached)
 
     def _beginning(
         self,
         drafts: Mapping[int, DraftOrder],
         verifies: Mapping[int, Verify],
-        reads: Mapping[int, Read],
+        reads: Mapping[int, Prefill],
         verdicts: Mapping[int, Verdict],
     ) -> Beginning:
         """How this round is begun, by what was said of it in the one before (`Serial` and the runners begin by the same

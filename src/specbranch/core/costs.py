@@ -14,7 +14,7 @@ from operator import itemgetter
 from statistics import median
 from typing import Literal, Protocol, get_args
 
-from specbranch.core.orders import DraftOrder, Orders, Read, Reports, Span, Verify
+from specbranch.core.orders import DraftOrder, Orders, Prefill, Reports, Span, Verify
 
 KEPT = 15  # of the latest times at a number of rows; their median is the estimate
 SLOPE = 0.05  # until more is known: each further row of the target costs this share of one
@@ -22,7 +22,7 @@ LANE = 0.05  # likewise, each further lane of a draft step
 APART = 3  # steps by which two rounds differ that tell a draft's setup from its steps
 MOST_SETUP = 0.9  # share of a draft's time that may count as setup
 SLOW = 4.0  # times what is expected: such a time is believed once it is met twice in a row, as something may be set up
-MOST_UNREAD = 24  # tokens of one session; more is reading a text, not a round
+MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
 Timed = Literal["target", "step", "setup", "slow_down", "draft_slow_down", "host"]
 CostPoints = list[tuple[int, float]]  # seconds by rows, ascending
 Padded = Callable[[int], int]  # the rows of a forward to those it is computed with
@@ -255,8 +255,10 @@ class LearnedCosts:
 
 
 def _reads(order: DraftOrder | Verify | None) -> bool:
-    """Whether an order begins with reading a text."""
-    return order is not None and (isinstance(order, Read) or order.on.base == 0 or len(order.on.tail) > MOST_UNREAD)
+    """Whether an order begins with prefill."""
+    return order is not None and (
+        isinstance(order, Prefill) or order.on.base == 0 or len(order.on.tail) > MOST_UNCOMPUTED
+    )
 
 
 def _mean(steps: Sequence[int]) -> int:

@@ -56,7 +56,7 @@ MOST_SHIFT = 30.0  # log-odds: beyond it nothing becomes more certain, and an ex
 LATELY = 400.0  # tokens over which the rate is measured
 MOST_TOKENS = 1 << 16  # that count for it, with the round that goes beyond
 PROBING = 0.01  # share of the time that may be spent on asking a draft that does not pay
-IN_COMPANY = 0.5  # of that: less can be gained there
+IN_BATCH = 0.5  # of that: less can be gained there
 
 
 class Tally:
@@ -85,8 +85,8 @@ class Tally:
         return tuple(true / seen for true, seen in zip(self.true, self.seen, strict=True))
 
 
-Told = Literal["first", "other", "cover", "looked", "shift", "pace"]
-News = tuple[Told, int, float]  # what an observation is of, its class, and how it came out
+Learned = Literal["first", "other", "cover", "looked", "shift", "pace"]
+News = tuple[Learned, int, float]  # what an observation is of, its class, and how it came out
 
 
 @dataclass(slots=True)
@@ -122,13 +122,13 @@ class Insight:
                     found += met * (share - price)
         return found / free
 
-    def learn(self, of: Told, at: int, value: float) -> None:
+    def learn(self, of: Learned, at: int, value: float) -> None:
         """Take in an observation, and note it where news are wanted."""
         self.take(of, at, value)
         if self.news is not None:
             self.news.append((of, at, value))
 
-    def take(self, of: Told, at: int, value: float) -> None:
+    def take(self, of: Learned, at: int, value: float) -> None:
         """Take in an observation: whether a candidate of class `at` was right. "shift": how much more often than
         expected. "pace": the seconds of a round that gave `at` tokens."""
         match of:
@@ -167,9 +167,9 @@ class Experience:
         self.copying = None if self.costs.prices_all else Stance(self._most_plain)
         self._credit = 0.0  # seconds that may be spent on asking it all the same
 
-    def _most_plain(self, company: int) -> float:
+    def _most_plain(self, batch_size: int) -> float:
         """Tokens a second of plain decoding, of each of so many sessions: a forward's time is the least it takes."""
-        seconds = self.costs.target_seconds(company) if self.costs.knows_target else 0.0
+        seconds = self.costs.target_seconds(batch_size) if self.costs.knows_target else 0.0
         return 1.0 / seconds if seconds > 0.0 else math.inf
 
     def affords(self, seconds: float) -> bool:
@@ -184,7 +184,13 @@ class Experience:
         self._credit = 0.0
 
     def note(
-        self, orders: Orders, reports: Reports, emitted: int, waited: float = 0.0, slowed: float = 1.0, company: int = 1
+        self,
+        orders: Orders,
+        reports: Reports,
+        emitted: int,
+        waited: float = 0.0,
+        slowed: float = 1.0,
+        batch_size: int = 1,
     ) -> None:
         """Learn from a round of one session; what it cost is learned by the `Loop`, of all sessions together.
 
@@ -195,5 +201,5 @@ class Experience:
         if orders.verify is not None:
             seconds += self.costs.host
         seconds += waited
-        self._credit += PROBING * (IN_COMPANY if company > 1 else 1.0) * seconds / company
+        self._credit += PROBING * (IN_BATCH if batch_size > 1 else 1.0) * seconds / batch_size
         self.insight.learn("pace", emitted, seconds / slowed)

@@ -24,14 +24,14 @@ class FateName(NamedTuple):
 
     traced: str  # in a round of a trace
     counted: str  # in a request's statistics; what is thrown away stands under "rollback" there
-    told: str  # behind their number, in a sentence
+    phrase: str  # behind their number, in a sentence
     reason: str = ""  # why they were thrown away
 
 
 FATE_NAMES: Mapping[Fate, FateName] = {
     "accepted": FateName("used", "accepted", "in the answer"),
     "rejected": FateName("rolled_back", "rejected", "rolled back", "rejected by the target"),
-    "siblings": FateName("beside", "tree_siblings", "beside the main line", "alternatives verified beside"),
+    "siblings": FateName("beside", "tree_siblings", "beside the main path", "alternatives verified beside"),
     "dropped": FateName("dropped", "dropped_by_length", "dropped by the length rule", "dropped by the length rule"),
     "unused": FateName("unused", "unused", "never judged"),
     "losing": FateName("lost", "losing_branches", "on lost branches", "on losing branches"),
@@ -43,8 +43,8 @@ class Fates:
     """Drafted tokens by what became of them."""
 
     accepted: int = 0  # emitted, branch heads included
-    rejected: int = 0  # on the main line: the chain a plain method would have sent
-    siblings: int = 0  # verified beside the main line, and not taken
+    rejected: int = 0  # on the main path: the chain a plain method would have sent
+    siblings: int = 0  # verified beside the main path, and not taken
     dropped: int = 0  # by the length rule
     unused: int = 0  # still in flight, or beyond the end of the request
     losing: int = 0  # on branches that lost
@@ -106,7 +106,7 @@ class Settled(NamedTuple):
     """What a verdict decided of the tokens that a tree was given in one round, but for those the target took."""
 
     round: int
-    rejected: int = 0  # on the main line
+    rejected: int = 0  # on the main path
     siblings: int = 0  # verified beside it
     lost: int = 0  # read, never sent, and left behind
     left: int = 0  # read, and below the token that was foreseen: still to be judged
@@ -120,13 +120,13 @@ class Settled(NamedTuple):
 
 
 def tree_standings(
-    tree: Tree, sent: Sequence[int], line: Sequence[int], path: Sequence[int], hit: int | None
+    tree: Tree, sent: Sequence[int], main_path: Sequence[int], path: Sequence[int], hit: int | None
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
     """Return the nodes of a tree by what a verdict decided of them, in the order of `Settled`'s fields.
 
-    `line` is the main line of what was `sent`, `path` was accepted, and then the target said the token of `hit`.
+    `main_path` is the main path of what was `sent`, `path` was accepted, and then the target said the token of `hit`.
     """
-    nodes, inside, below = tree.nodes, {*line, *path}, {hit}
+    nodes, inside, below = tree.nodes, {*main_path, *path}, {hit}
     lost, left = list[int](), list[int]()
     for n, node in enumerate(nodes):
         if node.fed and not node.sent:
@@ -136,7 +136,7 @@ def tree_standings(
             elif n != hit:
                 lost.append(n)
     head = [hit] if hit is not None and nodes[hit].fed and not nodes[hit].sent else []
-    return [n for n in line if n not in path], [n for n in sent if n not in inside], lost, left, head
+    return [n for n in main_path if n not in path], [n for n in sent if n not in inside], lost, left, head
 
 
 def branch_points(tree: Tree) -> set[int]:

@@ -51,7 +51,7 @@ class NgramPool:
                 del held[next(iter(held))]
 
     def tree(self, first: int, deepest: int) -> Tree:
-        """Return what followed a token, as a tree no deeper than asked for; what was met last is its main line."""
+        """Return what followed a token, as a tree no deeper than asked for; what was met last is its main path."""
         nodes: list[Node] = []
         known: dict[tuple[int, int], int] = {}
         for rest in reversed(self._rests.get(first, {})):
@@ -93,16 +93,16 @@ class Window:
             above = last
         return Aside(tuple(tokens), tuple(parents), tuple(last))
 
-    def slide(self, current: int, told: Sequence[int]) -> list[Ngram]:
+    def slide(self, current: int, guessed: Sequence[int]) -> list[Ngram]:
         """Take the next row in and move by one place; returns the n-grams, if the window is full. `current` is the
         text's last token."""
         oldest, *newer = self.rows
         if len(self.rows) < self._size - 1:
-            self.rows = [row[1:] for row in self.rows] + [tuple(told[1:] if newer else told)]
+            self.rows = [row[1:] for row in self.rows] + [tuple(guessed[1:] if newer else guessed)]
             return []
-        self.rows = [newer[0][1:], *newer[1:], tuple(told)]
+        self.rows = [newer[0][1:], *newer[1:], tuple(guessed)]
         # an oldest row that is given up leaves the text's last token
-        return list(zip((current, *oldest), *newer, told, strict=False))
+        return list(zip((current, *oldest), *newer, guessed, strict=False))
 
 
 def lookahead(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
@@ -113,7 +113,7 @@ def lookahead(session: Session, config: SpeculativeConfig, policy: Policy) -> Me
         current = session.tokens[-1]
         tree = pool.tree(current, session.room - 1)
         reports = yield Orders(verify=session.verify_tree(tree, window.aside(session.room - 1)))
-        pool.add(window.slide(current, verdict_of(reports).told))
+        pool.add(window.slide(current, verdict_of(reports).guessed))
         _absorb(session, tree, reports)
 
 

@@ -1,7 +1,7 @@
 """The loop: every live session says what it wants, the executor does it, every session takes its reports.
 
 Owns which sessions are live, and how much of their texts is still to be read. Invariants: a session joins, leaves,
-fails, or is put back and taken back without the others noticing. A step that was interrupted can be made again: orders
+fails, or is preempted and resumed without the others noticing. A step that was interrupted can be made again: orders
 that were carried out may be repeated.
 """
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal, Protocol
 
-from specbranch.core.costs import MOST_UNREAD, LearnedCosts
+from specbranch.core.costs import MOST_UNCOMPUTED, LearnedCosts
 from specbranch.core.market import MOST_LANES, MOST_ROWS, Grant, LaneOffer, Offer, RowOffer, granted, let_draft
 from specbranch.core.methods import MethodRounds
-from specbranch.core.orders import Context, Draft, Orders, Read, Reports
+from specbranch.core.orders import Context, Draft, Orders, Prefill, Reports
 from specbranch.core.request import Request
 from specbranch.core.session import RoundWatcher, Session
 from specbranch.core.trace import Trace
@@ -29,16 +29,16 @@ DRAFT_PIECES = 4  # that a draft may read in the time of one of the target's, wh
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """The places of a model's cache, for all sequences together, and how many of them nobody holds."""
+class KVSlots:
+    """The KV slots of a model's cache, for all sequences together, and how many of them nobody holds."""
 
     of: Literal["target", "draft"]
     total: int
     free: int
-    page: int = 1  # places that are taken at once
+    page: int = 1  # KV slots that are taken at once
 
     def missing(self, length: int, held: int = 0) -> int:
-        """How many places a sequence of some length takes beyond those it holds, in whole pages."""
+        """How many KV slots a sequence of some length takes beyond those it holds, in whole pages."""
         return (-(-length // self.page) + held // -self.page) * self.page
 
 
@@ -50,13 +50,13 @@ DraftState = Literal["ready", "starting", "busy", "lost", "none"]
 class RoundLimits:
     """What one round may hold.
 
-    Texts are read in pieces of `piece` tokens: at most `prompt_tokens` of them beside rows of others, or as many as
-    there are others, and at most `prompt_tokens_alone` while nobody decodes; nothing: whole.
+    Texts are read in chunks of `prefill_chunk` tokens: at most `prompt_tokens` of them beside rows of others, or as
+    many as there are others, and at most `prompt_tokens_alone` while nobody decodes; nothing: whole.
     """
 
     rows: int = MOST_ROWS
     lanes: int = MOST_LANES
-    piece: int = 256
+    prefill_chunk: int = 256
     prompt_tokens: int | None = None
     prompt_tokens_alone: int | None = None
 
@@ -80,8 +80,8 @@ class Executor(Protocol):
         """Seconds on the clock that spans are measured by."""
         ...
 
-    def places(self) -> tuple[Places, ...]:
-        """The places of each model that counts them, as far as that is known here."""
+    def kv_slots(self) -> tuple[KVSlots, ...]:
+        """The KV slots of each model that counts them, as far as that is known here."""
         ...
 
     @property
@@ -107,8 +107,8 @@ class _Seat:
     rounds: MethodRounds
     turn: int  # who is read to next among those whose texts are unread: the lowest
     wants: Orders | Offer
-    held: int | None = 0  # tokens that the target has read in pieces; nothing: all that it was told
-    draft_held: int = 0  # tokens that the draft was last told, or has read in pieces
+    held: int | None = 0  # tokens that the target has read in chunks; nothing: all that it was told
+    draft_held: int = 0  # tokens that the draft was last told, or has read in chunks
     lags: bool = False  # the draft was asked for something, and has too much to read first
     resting: bool = False
 
@@ -118,16 +118,16 @@ class _Seat:
         return self.wants if isinstance(self.wants, Orders) else None
 
     @property
-    def unread(self) -> int:
+    def uncomputed(self) -> int:
         """How much of its text the target has still to read, but for the last token, which is a step."""
         return 0 if self.held is None else max(len(self.session.tokens) - 1 - self.held, 0)
 
     @property
-    def draft_unread(self) -> int:
+    def draft_uncomputed(self) -> int:
         """The same of the draft, where it is asked for anything; what a round reads by the way does not count."""
         asked = self.lags or (isinstance(self.wants, Orders) and self.wants.draft is not None)
-        unread = len(self.session.tokens) - 1 - self.draft_held
-        return unread if asked and unread > MOST_UNREAD else 0
+        uncomputed = len(self.session.tokens) - 1 - self.draft_held
+        return uncomputed if asked and uncomputed > MOST_UNCOMPUTED else 0
 
     @property
     def needs_draft(self) -> bool:
@@ -135,10 +135,10 @@ class _Seat:
         draft = self.orders.draft if self.orders else None
         return self.session.request.by_ratio and not (isinstance(draft, Draft) and draft.plan.length == 0)
 
-    def read(self, held: int, most: int) -> Read:
+    def prefill(self, held: int, most: int) -> Prefill:
         """An order to read on."""
         tokens = self.session.tokens
-        return Read(Context(held, tuple(tokens[held : len(tokens) - 1]), tokens), most)
+        return Prefill(Context(held, tuple(tokens[held : len(tokens) - 1]), tokens), most)
 
     def restart(self) -> None:
         """The workers hold nothing of it any more."""
@@ -150,11 +150,11 @@ class _Budget:
     """How many tokens of texts a model may still read in a round."""
 
     left: int
-    piece: int
+    prefill_chunk: int
 
-    def take(self, unread: int) -> int:
-        """Take whole pieces of what is unread, or all of it; returns how many tokens that is."""
-        taken = unread if unread <= self.left else self.left // self.piece * self.piece
+    def take(self, uncomputed: int) -> int:
+        """Take whole chunks of what is unread, or all of it; returns how many tokens that is."""
+        taken = uncomputed if uncomputed <= self.left else self.left // self.prefill_chunk * self.prefill_chunk
         self.left -= taken
         return taken
 
@@ -181,7 +181,7 @@ class Loop:
         self.patient = False
         self.short: dict[int, PoolFull] = {}
         self._live: dict[int, _Seat] = {}
-        self._back: dict[int, _Seat] = {}  # of those that were put back
+        self._back: dict[int, _Seat] = {}  # of those that were preempted
         self._turns = count()
 
     @property
@@ -196,7 +196,7 @@ class Loop:
 
     def join(self, session: Session, rounds: MethodRounds) -> None:
         """Take a session in; it takes part from the next round on."""
-        session.stats.started, session.company = self.executor.now(), len(self._live) + 1
+        session.stats.started, session.batch_size = self.executor.now(), len(self._live) + 1
         if self.costs is not None and not self._live:
             self.costs.pause()
         try:
@@ -211,11 +211,11 @@ class Loop:
         """Run one round; returns the sessions that took part.
 
         Those that only draft go first, all together; the others wait, so that the target reads for all at once. Beside
-        its rows it reads on in the texts of others, a few pieces a round.
+        its rows it reads on in the texts of others, a few chunks a round.
         """
         restarts, self.short = self.executor.restarts, {}
         for seat in self._live.values():
-            seat.session.company = len(self._live)
+            seat.session.batch_size = len(self._live)
         self._let_draft()
         self._leave_out_drafts()
         now = self._drafting() or self._with_target()
@@ -239,13 +239,13 @@ class Loop:
                 self._advance(seat, now[number], report)
         return took_part
 
-    def put_back(self, session: Session) -> None:
-        """Free what a live session holds; what it wants stands, and is done once it is taken back."""
+    def preempt(self, session: Session) -> None:
+        """Free what a live session holds; what it wants stands, and is done once it is resumed."""
         self.executor.leave(session.number)
         self._back[session.number] = self._live.pop(session.number)
 
-    def take_back(self, session: Session) -> None:
-        """Go on with a session that was put back: its text is read again."""
+    def resume(self, session: Session) -> None:
+        """Go on with a session that was preempted: its text is read again."""
         self.executor.open(session.number, session.request)
         seat = self._live[session.number] = self._back.pop(session.number)
         seat.restart()
@@ -254,10 +254,10 @@ class Loop:
         """Have a live session take part in no round for a while, or take part again."""
         self._live[session.number].resting = resting
 
-    def unread(self, session: Session) -> int:
+    def uncomputed(self, session: Session) -> int:
         """How much of a live session's text the target has still to read."""
         seat = self._live.get(session.number)
-        return seat.unread if seat else 0
+        return seat.uncomputed if seat else 0
 
     def leave(self, session: Session) -> None:
         """Let a session go, finished or not, and free what it held."""
@@ -310,45 +310,45 @@ class Loop:
         }
 
     def _with_target(self) -> dict[int, Orders]:
-        """The orders of a round of the target: of all that have read their texts, and pieces for the others."""
+        """The orders of a round of the target: of all that have read their texts, and chunks for the others."""
         self._grant_rows()
         limits, now = self.limits, {number: seat.orders for number, seat in self._ready().items() if seat.orders}
         most = limits.prompt_tokens if now else limits.prompt_tokens_alone
-        left = sys.maxsize if most is None else max(most, limits.piece, len(now))
-        target, draft = _Budget(left, limits.piece), _Budget(left, limits.piece)
+        left = sys.maxsize if most is None else max(most, limits.prefill_chunk, len(now))
+        target, draft = _Budget(left, limits.prefill_chunk), _Budget(left, limits.prefill_chunk)
         awake = sorted((seat for seat in self._live.values() if not seat.resting), key=lambda seat: seat.turn)
         ready = set(now)
         for seat in (one for one in awake if one.session.number not in ready):
-            if orders := self._reading(seat, target, draft):
+            if orders := self._prefilling(seat, target, draft):
                 now[seat.session.number] = orders
         if target.left == left:
             draft.left *= DRAFT_PIECES
         for seat in (one for one in awake if one.session.number in ready and limits.prompt_tokens is not None):
-            if seat.draft_unread:
+            if seat.draft_uncomputed:
                 now[seat.session.number] = self._beside(seat, now[seat.session.number], draft)
-        # A step that is begun ahead would be forgotten when the next piece is read.
+        # A step that is begun ahead would be forgotten when the next chunk is read.
         return {n: _unhurried(one) for n, one in now.items()} if any(one.read for one in now.values()) else now
 
     def _beside(self, seat: _Seat, orders: Orders, draft: _Budget) -> Orders:
         """A session's orders while its draft reads on: without what was to be drafted."""
         seat.lags = True
-        if not (taken := draft.take(seat.draft_unread)):
+        if not (taken := draft.take(seat.draft_uncomputed)):
             return replace(orders, draft=None)
         seat.turn = next(self._turns)
-        return replace(orders, draft=seat.read(seat.draft_held, taken))
+        return replace(orders, draft=seat.prefill(seat.draft_held, taken))
 
-    def _reading(self, seat: _Seat, target: _Budget, draft: _Budget) -> Orders | None:
+    def _prefilling(self, seat: _Seat, target: _Budget, draft: _Budget) -> Orders | None:
         """What is read for a session in this round; its own orders, once these find nothing more to read than that."""
-        unread, draft_unread = seat.unread, seat.draft_unread
-        taken, draft_taken = target.take(unread), draft.take(draft_unread)
-        if (taken, draft_taken) == (unread, draft_unread) and seat.orders:
+        uncomputed, draft_uncomputed = seat.uncomputed, seat.draft_uncomputed
+        taken, draft_taken = target.take(uncomputed), draft.take(draft_uncomputed)
+        if (taken, draft_taken) == (uncomputed, draft_uncomputed) and seat.orders:
             return seat.orders
         if not taken and not draft_taken:
             return None
         seat.turn = next(self._turns)
         return Orders(
-            seat.read(seat.draft_held, draft_taken) if draft_taken else None,
-            read=seat.read(seat.held or 0, taken) if taken else None,
+            seat.prefill(seat.draft_held, draft_taken) if draft_taken else None,
+            read=seat.prefill(seat.held or 0, taken) if taken else None,
         )
 
     def _advance(self, seat: _Seat, orders: Orders, reports: Reports) -> None:
@@ -368,9 +368,9 @@ class Loop:
             self.trace.record(session.number, orders, reports)
         self._note_read(seat, orders, reports)
         if orders is seat.wants or orders.verify or reports.error:
-            told = replace(reports, drafting=None) if isinstance(orders.draft, Read) else reports
-            self._send(seat, told)
-            self._clock(session, told, before == 0)
+            received = replace(reports, drafting=None) if isinstance(orders.draft, Prefill) else reports
+            self._send(seat, received)
+            self._clock(session, received, before == 0)
         if session.on_round:
             _watched(session, session.on_round, orders, reports, session.stats.emitted - before)
 
@@ -381,17 +381,17 @@ class Loop:
         elif reports.reached is not None:
             seat.held = reports.reached
         if orders.draft is not None:
-            told = reports.draft_reached
-            seat.draft_held = len(seat.session.tokens) if told is None else told
-            seat.lags = seat.lags and seat.draft_unread > 0
+            received = reports.draft_reached
+            seat.draft_held = len(seat.session.tokens) if received is None else received
+            seat.lags = seat.lags and seat.draft_uncomputed > 0
 
-    def _send(self, seat: _Seat, told: Reports | Grant) -> None:
+    def _send(self, seat: _Seat, received: Reports | Grant) -> None:
         session = seat.session
-        if isinstance(told, Reports) and told.error:
-            session.fail(told.error)
+        if isinstance(received, Reports) and received.error:
+            session.fail(received.error)
             return
         try:
-            seat.wants = seat.rounds.send(told)
+            seat.wants = seat.rounds.send(received)
         except StopIteration:
             if not session.finished:
                 session.fail(RuntimeError("the method ended before its session"))
@@ -399,23 +399,23 @@ class Loop:
             _blame(session, error)
 
     def _ready(self) -> dict[int, _Seat]:
-        """The sessions whose texts are read as far as what they want presumes; others are read to in pieces first."""
+        """The sessions whose texts are read as far as what they want presumes; others are read to in chunks first."""
         awake = {number: seat for number, seat in self._live.items() if not seat.resting}
         if self.limits.prompt_tokens is None:
             return awake
-        waits_for_draft = len(awake) == 1  # if it is in company it goes on without
+        waits_for_draft = len(awake) == 1  # if it is in a batch it goes on without
         return {
             number: seat
             for number, seat in awake.items()
-            if not seat.unread and not (seat.draft_unread and (waits_for_draft or seat.needs_draft))
+            if not seat.uncomputed and not (seat.draft_uncomputed and (waits_for_draft or seat.needs_draft))
         }
 
     def _leave_out_drafts(self) -> None:
-        """Draft nothing, in company, for sessions whose draft has much to read first and which can do without."""
+        """Draft nothing, in a batch, for sessions whose draft has much to read first and which can do without."""
         if self.limits.prompt_tokens is None:
             return
         for seat in self._ready().values():
-            if seat.orders and seat.orders.verify is None and seat.draft_unread:
+            if seat.orders and seat.orders.verify is None and seat.draft_uncomputed:
                 seat.lags = True
                 self._send(seat, Reports())
                 if seat.session.finished:

@@ -18,7 +18,7 @@ from specbranch.core.costs import Costs
 MOST_ROWS = 512  # of a forward
 MOST_LANES = 64  # nodes of a draft step that several sessions share
 WIDTHS = (1, 2, 4, 8, 16)  # nodes of each session that are looked at for a first step
-LEAST = 0.02  # in company nothing is sent that is reached so seldom
+LEAST = 0.02  # in a batch nothing is sent that is reached so seldom
 USUAL = 2  # tokens that a draft has to read first if it drafts in every round
 ONCE = 0.02  # share of the time for what is unread beyond that which one step has to pay
 
@@ -48,7 +48,7 @@ class LaneOffer:
     """What a session would have its draft read while the target waits; it is told whether it may."""
 
     gains: tuple[float, ...]  # tokens that reading each of its best nodes promises, best first
-    unread: int  # tokens to be read before the first; 0: none, the nodes themselves are read at once
+    uncomputed: int  # tokens to be read before the first; 0: none, the nodes themselves are read at once
     rate: float  # tokens a second that the session's time is worth
     first_rate: float  # the same, for its first step: where that opens the way to others it may cost less
     costs: Costs
@@ -98,15 +98,15 @@ def pays_alone(offer: LaneOffer) -> bool:
 def _best_group(ranked: list[LaneOffer], rate: float, others: int) -> int:
     """How many of the sessions that promise most to let draft: as many as promise most beyond what they cost all."""
     best, most = 0, 0.0
-    widest = max(1 if offer.unread else len(offer.gains) for offer in ranked)
+    widest = max(1 if offer.uncomputed else len(offer.gains) for offer in ranked)
     alone = len(ranked) + others == 1
     for width in range(1, widest + 1) if alone else (one for one in WIDTHS if one <= widest):
         gain, rows, whole = 0.0, others, others
         for count, offer in enumerate(ranked, start=1):
             gain += sum(offer.gains[:width])
             nodes = min(width, len(offer.gains))
-            rows += min(offer.unread, offer.unread if alone else USUAL) or nodes
-            whole += offer.unread or nodes
+            rows += min(offer.uncomputed, offer.uncomputed if alone else USUAL) or nodes
+            whole += offer.uncomputed or nodes
             profit = gain - rate * _seconds(offer, rows, whole, others)
             if profit > most:
                 best, most = count, profit

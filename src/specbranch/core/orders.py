@@ -143,8 +143,8 @@ class Grow:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """Have a model read on in the sequence `on`, all of it committed, by about `most` tokens: whole pieces of the
+class Prefill:
+    """Have a model read on in the sequence `on`, all of it committed, by about `most` tokens: whole chunks of the
     prompt, and behind it steps. Nothing is asked; the worker tells how far it has come (`Reached`)."""
 
     on: Context
@@ -155,21 +155,21 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """How many tokens of a sequence a worker holds after a Read order."""
+    """How many tokens of a sequence a worker holds after a Prefill order."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """Tokens that are read and never taken; after those in `told` the verdict tells what the target says.
+    """Tokens that are read and never taken; after those in `guessed` the verdict tells what the target says.
 
     `parents[i]` is the index of token i's parent among them, -1 for the root.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    told: tuple[int, ...]
+    guessed: tuple[int, ...]
 
     def depth(self, node: int) -> int:
         """Return how many of its tokens lead to a node, itself included."""
@@ -247,23 +247,23 @@ class Verdict:
     token: int
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each accepted node, then one for `token`
     signal: Signal | None = None  # H-RAD's, made where the features live
-    told: tuple[int, ...] = ()  # what the target says after the nodes of the order's `aside` that were to be told
+    guessed: tuple[int, ...] = ()  # what the target says after the nodes of the order's `aside` that were to be told
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRead:
+class PrefillCount:
     """How many tokens of a prompt a model read, and how many it took from the prefix cache instead. The last one is
     neither: it is a step."""
 
     read: int = 0
     cached: int = 0
 
-    def plus(self, other: PromptRead) -> PromptRead:
+    def plus(self, other: PrefillCount) -> PrefillCount:
         """Add another reading."""
-        return PromptRead(self.read + other.read, self.cached + other.cached)
+        return PrefillCount(self.read + other.read, self.cached + other.cached)
 
 
-UNREAD = PromptRead()
+NO_PREFILL = PrefillCount()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ class Span:
     start: float
     end: float
     tokens: int = 0  # rows fed to the model
-    prompts: Mapping[int, PromptRead] = field(default_factory=dict)  # what of them was read, by session
+    prompts: Mapping[int, PrefillCount] = field(default_factory=dict)  # what of them was read, by session
 
     @property
     def seconds(self) -> float:
@@ -281,7 +281,7 @@ class Span:
         return self.end - self.start
 
 
-DraftOrder = Draft | Grow | Read
+DraftOrder = Draft | Grow | Prefill
 Drafted = tuple[Branch, ...] | Tree | Reached  # what comes back for each of them
 
 
@@ -321,7 +321,7 @@ class Orders:
     draft: DraftOrder | None = None
     verify: Verify | None = None
     meanwhile: Meanwhile | None = field(default=None, repr=False, compare=False)
-    read: Read | None = None
+    prefill: Prefill | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,7 @@ class Reports:
     draft_lost: bool = False
     error: Exception | None = None  # this session cannot go on; the others can
     tree: Tree | None = None  # what a Grow order brought
-    reached: int | None = None  # tokens that the target holds after a Read order
+    reached: int | None = None  # tokens that the target holds after a Prefill order
     draft_reached: int | None = None  # and the draft
 
     @property

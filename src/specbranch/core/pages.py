@@ -1,11 +1,11 @@
 """Pages of a cache: who holds which, and what is known to lie in them, so that it need not be read again.
 
 Owns block tables, the counting of who shares a page, the bound, and the prefix cache: a page that was filled by reading
-a prompt in pieces is *known* by the digest of all tokens up to its last, and of how they were cut. It stays known when
-nobody holds it any more (it is *idle* then), until its place is needed: least recently held, first out. Knows no memory
-and no model. Invariants: a page is free, idle, or has as many users as tables name it; place `i` of a sequence lies in
-page `i // size` of its table; nobody writes to a page that has another user, nor to known places; a digest is that of
-one page, and a page is known by one digest.
+a prompt in chunks is *known* by the digest of all tokens up to its last, and of how they were cut. It stays known when
+nobody holds it any more (it is *idle* then), until its memory is needed: least recently held, first out. Knows no
+memory and no model. Invariants: a page is free, idle, or has as many users as tables name it; KV slot `i` of a sequence
+lies in page `i // size` of its table; nobody writes to a page that has another user, nor to known KV slots; a digest is
+that of one page, and a page is known by one digest.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from typing import NamedTuple, Self
 
 from specbranch.errors import PoolFull
 
-PAGE = 256  # places
+PAGE = 256  # KV slots
 BROKEN = 16  # idle pages that are known in part are kept: they serve the same prompt sent again, which is soon or never
 
 Copy = tuple[int, int]  # from page, to page
 
 
-def pieces(places: range, piece: int) -> Iterator[tuple[int, int]]:
-    """Cut places at absolute multiples of a size, so that a prompt is cut alike however much of it was there before."""
-    start = places.start
-    while start < places.stop:
-        stop = min((start // piece + 1) * piece, places.stop)
+def chunks(kv_slots: range, prefill_chunk: int) -> Iterator[tuple[int, int]]:
+    """Cut KV slots at absolute multiples of a size, so that a prompt is cut alike however much of it was there
+    before."""
+    start = kv_slots.start
+    while start < kv_slots.stop:
+        stop = min((start // prefill_chunk + 1) * prefill_chunk, kv_slots.stop)
         yield start, stop
         start = stop
 
 
 class Content(NamedTuple):
-    """What is known of a page: the digest of the text up to there, and how many places of the page it covers."""
+    """What is known of a page: the digest of the text up to there, and how many KV slots of the page it covers."""
 
     digest: bytes
-    places: int
+    kv_slots: int
 
 
 class Pool:
@@ -100,7 +101,7 @@ class Pool:
 
     def _is_full(self, page: int) -> bool:
         known = self._contents.get(page)
-        return known is not None and known.places == self.size
+        return known is not None and known.kv_slots == self.size
 
     def learn(self, page: int, content: Content) -> None:
         """Note what lies in a page that somebody holds; where another page has the same, that one stays known."""
@@ -157,8 +158,8 @@ class Pool:
             self._free.append(page)
             return
         self._idle[page] = None
-        if self._contents[page].places < self.size:
-            broken = [one for one in self._idle if self._contents[one].places < self.size]
+        if self._contents[page].kv_slots < self.size:
+            broken = [one for one in self._idle if self._contents[one].kv_slots < self.size]
             for one in broken[:-BROKEN]:
                 self.forget(one)
 
@@ -174,28 +175,28 @@ class Pool:
 
 
 class PageTable:
-    """The pages of one sequence, in the order of its places."""
+    """The pages of one sequence, in the order of its KV slots."""
 
     def __init__(self, pool: Pool, pages: Sequence[int] = ()) -> None:
         self.pool = pool
         self.pages = list(pages)
 
-    def reach(self, places: int) -> None:
-        """Have room for so many places, or raise PoolFull and change nothing."""
-        missing = self._count(places) - len(self.pages)
+    def reach(self, kv_slots: int) -> None:
+        """Have room for so many KV slots, or raise PoolFull and change nothing."""
+        missing = self._count(kv_slots) - len(self.pages)
         if missing > 0:
             self.pages += self.pool.take(missing)
 
-    def shrink(self, places: int) -> None:
-        """Give back the pages that hold nothing but what lies beyond so many places."""
-        kept = self._count(places)
+    def shrink(self, kv_slots: int) -> None:
+        """Give back the pages that hold nothing but what lies beyond so many KV slots."""
+        kept = self._count(kv_slots)
         gone = self.pages[kept:]
         # before it is free: a page lost by an interrupt is found again, one both free and named would be written twice
         del self.pages[kept:]
         self.pool.drop(reversed(gone))  # of a text that nobody holds the end is forgotten first
 
     def own(self, start: int, stop: int, copy: Callable[[list[Copy]], None]) -> None:
-        """Make the places from `start` to `stop` one's own to write to: what others share is copied first, and what
+        """Make the KV slots from `start` to `stop` one's own to write to: what others share is copied first, and what
         is known to lie there is forgotten."""
         pool, size = self.pool, self.pool.size
         written = range(start // size, self._count(stop)) if start < stop else range(0)
@@ -208,11 +209,11 @@ class PageTable:
                 pool.drop([old])
         for at in written:
             known = pool.content(self.pages[at])
-            if known is not None and known.places > max(start - at * size, 0):
+            if known is not None and known.kv_slots > max(start - at * size, 0):
                 pool.forget(self.pages[at])
 
     def reserve(self, start: int, stop: int, copy: Callable[[list[Copy]], None]) -> None:
-        """Have room up to `stop`, and the places from `start` on to oneself; or raise PoolFull and hold what was
+        """Have room up to `stop`, and the KV slots from `start` on to oneself; or raise PoolFull and hold what was
         held."""
         held = len(self.pages) * self.pool.size
         self.reach(stop)
@@ -222,9 +223,9 @@ class PageTable:
             self.shrink(held)
             raise
 
-    def fork(self, places: int) -> Self:
-        """Return a table that shares the pages of the first places."""
-        pages = self.pages[: self._count(places)]
+    def fork(self, kv_slots: int) -> Self:
+        """Return a table that shares the pages of the first KV slots."""
+        pages = self.pages[: self._count(kv_slots)]
         self.pool.share(pages)
         return type(self)(self.pool, pages)
 
@@ -234,75 +235,75 @@ class PageTable:
         old, self.pages = self.pages, list(pages)
         self.pool.drop(reversed(old))
 
-    def _count(self, places: int) -> int:
-        return -(-places // self.pool.size)
+    def _count(self, kv_slots: int) -> int:
+        return -(-kv_slots // self.pool.size)
 
 
-class ReadPrompt:
-    """What of a sequence was read as a prompt, in whole pieces from its beginning; makes its pages known, and finds
+class PrefilledPrompt:
+    """What of a sequence was read as a prompt, in whole chunks from its beginning; makes its pages known, and finds
     known ones.
 
-    A piece ends at a multiple of the runner's `piece`, or where the prompt ends: it has the same bits wherever the same
-    text is cut alike. So pages of whole pieces serve every text that begins with them, those of a last, broken piece
-    only a prompt that ends there. What was written by steps, or behind a broken piece, serves nobody.
+    A chunk ends at a multiple of the runner's `prefill_chunk`, or where the prompt ends: it has the same bits wherever
+    the same text is cut alike. So pages of whole chunks serve every text that begins with them, those of a last, broken
+    chunk only a prompt that ends there. What was written by steps, or behind a broken chunk, serves nobody.
     """
 
     def __init__(self, table: PageTable) -> None:
         self.table = table
-        self.whole = 0  # places
+        self.whole = 0  # KV slots
         self._marks: list[bytes] = []  # digests of the pages that `whole` fills
 
-    def note(self, text: Sequence[int], start: int, stop: int, piece: int) -> None:
-        """Note that a piece of a text was read."""
+    def note(self, text: Sequence[int], start: int, stop: int, prefill_chunk: int) -> None:
+        """Note that a chunk of a text was read."""
         if start != self.whole:
             return
-        if stop - start == piece:
+        if stop - start == prefill_chunk:
             self.whole = stop
         pool = self.table.pool
-        for at, digest in enumerate(list(self._digests(text, stop, piece)), len(self._marks)):
+        for at, digest in enumerate(list(self._digests(text, stop, prefill_chunk)), len(self._marks)):
             if (at + 1) * pool.size <= self.whole:
                 self._marks.append(digest)
             pool.learn(self.table.pages[at], Content(digest, min(stop - at * pool.size, pool.size)))
 
-    def recall(self, text: Sequence[int], held: int, piece: int) -> int:
+    def recall(self, text: Sequence[int], held: int, prefill_chunk: int) -> int:
         """Hold what is known of the beginning of a text instead, if that is more than the first `held` tokens;
         returns how many are held then."""
         pool, end = self.table.pool, len(text)
         pages, marks = self.table.pages[: len(self._marks)], list(self._marks)
-        for digest in self._digests(text, end, piece):
+        for digest in self._digests(text, end, prefill_chunk):
             if (page := pool.known(digest)) is None:
                 break
             pages.append(page)
             marks.append(digest)
-        places = min(len(pages) * pool.size, end)
-        if places < end:
-            places -= places % lcm(piece, pool.size)
-        if places <= held:
+        kv_slots = min(len(pages) * pool.size, end)
+        if kv_slots < end:
+            kv_slots -= kv_slots % lcm(prefill_chunk, pool.size)
+        if kv_slots <= held:
             return held
-        self.table.exchange(pages[: -(-places // pool.size)])
-        self.whole = places - places % piece
+        self.table.exchange(pages[: -(-kv_slots // pool.size)])
+        self.whole = kv_slots - kv_slots % prefill_chunk
         self._marks = marks[: self.whole // pool.size]
-        return places
+        return kv_slots
 
-    def cut(self, length: int, piece: int) -> None:
-        """Forget all but the first places."""
-        self.whole = min(self.whole, length - length % piece)
+    def cut(self, length: int, prefill_chunk: int) -> None:
+        """Forget all but the first KV slots."""
+        self.whole = min(self.whole, length - length % prefill_chunk)
         del self._marks[self.whole // self.table.pool.size :]
 
     def check(self) -> None:
         """Raise if a page is known to hold something else than it does."""
         for page, mark in zip(self.table.pages, self._marks, strict=False):
             known = self.table.pool.content(page)
-            if known is not None and known.places == self.table.pool.size and known.digest != mark:
+            if known is not None and known.kv_slots == self.table.pool.size and known.digest != mark:
                 raise AssertionError(f"page {page} holds another text than it is known for")
 
-    def _digests(self, text: Sequence[int], end: int, piece: int) -> Iterator[bytes]:
+    def _digests(self, text: Sequence[int], end: int, prefill_chunk: int) -> Iterator[bytes]:
         """The digests of the pages of a text that ends there, from the first one that is not marked."""
-        size, whole = self.table.pool.size, end - end % piece
+        size, whole = self.table.pool.size, end - end % prefill_chunk
         before = self._marks[-1] if self._marks else b""
         for start in range(len(self._marks) * size, end, size):
             stop = min(start + size, end)
-            cut = array("q", (piece, 0 if stop <= whole else end, *text[start:stop]))
+            cut = array("q", (prefill_chunk, 0 if stop <= whole else end, *text[start:stop]))
             before = blake2b(before + cut.tobytes(), digest_size=32).digest()
             yield before
 

@@ -20,7 +20,17 @@ from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, candidates
 from specbranch.core.slots import ROOT
 from specbranch.core.stance import Stance
-from specbranch.core.trees import UNREAD, GrowingTree, Growth, Node, Tree, class_of, look_class, match_class, standing
+from specbranch.core.trees import (
+    NO_PREFILL,
+    GrowingTree,
+    Growth,
+    Node,
+    Tree,
+    class_of,
+    look_class,
+    match_class,
+    standing,
+)
 
 # A node read while the target works is worth at most this share of what it costs to read it later: of its part of a
 # step that all sessions share.
@@ -75,7 +85,7 @@ class Planner:
         self._breadth = WIDE if self.overlap and branches else NARROW if trees or branches else ONE
         self._silent = 0
         self._copies = False  # the text repeats what it said before, since this round began
-        self._context, self._company, self._slowed = 0, 1, 1.0
+        self._context, self._batch_size, self._slowed = 0, 1, 1.0
         self._seconds: dict[int, float] = {}  # of the target by rows, since this round began
         self._rate = 0.0  # tokens a second
         self._last_rows = 0  # of the last forward, those of all sessions
@@ -91,30 +101,30 @@ class Planner:
         """Whether the draft can be asked, and it is known what that costs."""
         return self._can_draft and self.costs.knows_target and self.costs.knows_draft
 
-    def plainly(self, company: int) -> bool:
+    def plainly(self, batch_size: int) -> bool:
         """Whether nothing is to be planned at all: plain decoding has been faster among so many sessions, for text
         like this."""
-        self._copies = company == 1 and self._ngrams is not None and self._ngrams.find(1)[0] >= COPIED
+        self._copies = batch_size == 1 and self._ngrams is not None and self._ngrams.find(1)[0] >= COPIED
         stance = self._stance
-        return stance is not None and stance.plainly(company)
+        return stance is not None and stance.plainly(batch_size)
 
     @property
     def _stance(self) -> Stance | None:
         return self.experience.copying if self._copies else self.experience.stance
 
-    def passed(self, company: int, plainly: bool, tokens: int, seconds: float) -> None:
+    def passed(self, batch_size: int, plainly: bool, tokens: int, seconds: float) -> None:
         """Take in how long a round took from end to end, and what it gave."""
         if (stance := self._stance) is not None:
-            stance.note(company, plainly, tokens, seconds)
+            stance.note(batch_size, plainly, tokens, seconds)
 
-    def begin(self, context: int, company: int = 1) -> None:
+    def begin(self, context: int, batch_size: int = 1) -> None:
         """Look at rate, prices and chances anew, at so many tokens of text, among so many sessions that do alike.
 
         Forwards are shared, so a session that reads w nodes takes part in one of w times as many, and its share of
         that costs what the whole costs at its own rate.
         """
-        costs, self._context, self._seconds, self._company = self.costs, context, {}, company
-        plain = self._target_seconds(company) + costs.host
+        costs, self._context, self._seconds, self._batch_size = self.costs, context, {}, batch_size
+        plain = self._target_seconds(batch_size) + costs.host
         self._slowed = plain / max(self._target_seconds(1) + costs.host, 1e-12) if costs.knows_target else 1.0
         self._rate = self.insight.rate(plain / self._slowed) / self._slowed
         self._growth = Growth(
@@ -129,12 +139,12 @@ class Planner:
         )
 
     def _row_price(self) -> float:
-        """What it costs to verify one node more, on average over the rows that a forward may have: in company up to
+        """What it costs to verify one node more, on average over the rows that a forward may have: in a batch up to
         twice as many as the last one had, and one of each session."""
-        company = self._company
-        most = self._most_rows if company == 1 else 2 * max(self._last_rows, company) + company
-        seconds = self._target_seconds(most) - self._target_seconds(company)
-        return max(self._rate * seconds * company / (most - company), 0.0)
+        batch_size = self._batch_size
+        most = self._most_rows if batch_size == 1 else 2 * max(self._last_rows, batch_size) + batch_size
+        seconds = self._target_seconds(most) - self._target_seconds(batch_size)
+        return max(self._rate * seconds * batch_size / (most - batch_size), 0.0)
 
     def _target_seconds(self, rows: int) -> float:
         """What a forward of the target takes, at the present length of the text."""
@@ -152,19 +162,19 @@ class Planner:
         return growing.tree()
 
     def looks_up(self, tree: Tree, sent: list[int]) -> bool:
-        """Whether what is sent is nothing but one line of looked-up text, and something is begun with its verdict."""
-        line = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
-        return bool(sent) and line and self._begins_ahead
+        """Whether what is sent is nothing but one path of looked-up text, and something is begun with its verdict."""
+        path = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
+        return bool(sent) and path and self._begins_ahead
 
-    def follows(self, tree: Tree, unread: int) -> Follows | None:
+    def follows(self, tree: Tree, uncomputed: int) -> Follows | None:
         """What comes after a round, and is begun with its verdict; None: nothing is begun like this."""
-        return partial(self._following, tree, unread) if self._begins_ahead else None
+        return partial(self._following, tree, uncomputed) if self._begins_ahead else None
 
     @property
     def _begins_ahead(self) -> bool:
-        return self._company == 1 and self.costs.begins_ahead
+        return self._batch_size == 1 and self.costs.begins_ahead
 
-    def _following(self, tree: Tree, unread: int, behind: tuple[int, ...]) -> Following:
+    def _following(self, tree: Tree, uncomputed: int, behind: tuple[int, ...]) -> Following:
         """What is looked up behind a verdict, if anything, unless the draft will be asked before; not known where that
         has something to say already."""
         node: int | None = ROOT
@@ -173,12 +183,13 @@ class Planner:
         if node is not None and tree.nodes[node].fed:
             return None
         words, tokens = self._ngrams.find(LOOKED, behind) if self._ngrams else (0, ())
-        chance = self._chances.looked[look_class(match_class(words), UNREAD)] if tokens else 0.0
-        offer = self._first_offer(1.0 - chance, unread + len(behind)) if self._knows_draft else None
+        chance = self._chances.looked[look_class(match_class(words), NO_PREFILL)] if tokens else 0.0
+        offer = self._first_offer(1.0 - chance, uncomputed + len(behind)) if self._knows_draft else None
         return "draft" if offer is not None and pays_alone(offer) else tokens
 
-    def lane_offer(self, tree: Tree, unread: int) -> LaneOffer | None:
-        """What the draft might read while the target waits; None: nothing. `unread`: tokens it has to read first."""
+    def lane_offer(self, tree: Tree, uncomputed: int) -> LaneOffer | None:
+        """What the draft might read while the target waits; None: nothing. `uncomputed`: tokens it has to read
+        first."""
         growth = self._growth
         if not self._knows_draft:
             return None
@@ -190,16 +201,16 @@ class Planner:
                 if worth
                 else None
             )
-        return self._first_offer(gains[0], unread)
+        return self._first_offer(gains[0], uncomputed)
 
-    def _first_offer(self, gain: float, unread: int) -> LaneOffer:
+    def _first_offer(self, gain: float, uncomputed: int) -> LaneOffer:
         """Have the draft say what follows the text; `gain`: how likely that is not known."""
-        growth, plain = self._growth, 1.0 / self._target_seconds(self._company)
+        growth, plain = self._growth, 1.0 / self._target_seconds(self._batch_size)
         first_rate = FIRST * self._rate + (1.0 - FIRST) * plain
-        gain *= growth.worth * (self.insight.promise(growth.row_price) if self._company > 1 else 1.0)
-        return LaneOffer((gain,), max(unread, 1), self._rate, first_rate, self.costs, self._context)
+        gain *= growth.worth * (self.insight.promise(growth.row_price) if self._batch_size > 1 else 1.0)
+        return LaneOffer((gain,), max(uncomputed, 1), self._rate, first_rate, self.costs, self._context)
 
-    def while_waiting(self, tree: Tree, unread: int, grant: LaneGrant) -> Growth | None:
+    def while_waiting(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:
         """How to grow a tree while the target waits; None: go on with what there is."""
         growth, costs = self._growth, self.costs
         if not self._can_draft or not costs.knows_target:
@@ -211,13 +222,13 @@ class Planner:
             return replace(growth, step=grant.steps) if grant.steps else growth
         # a setup that was measured too long once must not keep a draft from ever being asked again
         once = min(costs.draft_setup + costs.host, 2.0 * self._target_seconds(1))
-        if not tree.read and self.experience.affords(once + costs.draft_seconds(max(unread, 1), self._context)):
+        if not tree.read and self.experience.affords(once + costs.draft_seconds(max(uncomputed, 1), self._context)):
             return replace(growth, step=(0.0,), most=0)
         return None
 
     def _step_prices(self) -> tuple[float, ...]:
-        """What steps cost a session that is alone; in company that is known with the grant."""
-        lanes = self._breadth.lanes if self._company == 1 else 1
+        """What steps cost a session that is alone; in a batch that is known with the grant."""
+        lanes = self._breadth.lanes if self._batch_size == 1 else 1
         return step_prices(self.costs, self._rate, self._context, lanes)
 
     def candidates(self, tree: Tree, room: int) -> list[int]:
@@ -226,7 +237,7 @@ class Planner:
 
     def sending(self, room: int) -> SendingLater | None:
         """How to choose what is sent, for a device that has just grown a tree; None: where others have a say, too."""
-        return partial(self._sending, room) if self._company == 1 and self._trees else None
+        return partial(self._sending, room) if self._batch_size == 1 and self._trees else None
 
     def _sending(self, room: int) -> Sending:
         plain = self._target_seconds(1)
@@ -246,10 +257,10 @@ class Planner:
         free = rate * (self._target_seconds(grant.rows) - costs.draft_setup)
         if free <= 0.0:
             return None
-        sharing = min(self._company, len(steps))
+        sharing = min(self._batch_size, len(steps))
         growth = replace(
             waiting,
-            step=_in_a_row(steps, free) if self._branches else steps[: self._company],
+            step=_in_a_row(steps, free) if self._branches else steps[: self._batch_size],
             free_time=free,
             target_delay=rate * costs.slow_down,
             draft_delay=rate * costs.draft_slow_down,
@@ -272,7 +283,7 @@ class Planner:
         """Take in what a round took and gave, and what passed while the session waited for others."""
         if orders.draft is not None and not reports.draft_lost:  # one that was lost comes back
             self._silent = 0 if reports.tree is not None and reports.tree.read else self._silent + 1
-        self.experience.note(orders, reports, emitted, waited, self._slowed, self._company)
+        self.experience.note(orders, reports, emitted, waited, self._slowed, self._batch_size)
 
     def observe(self, tree: Tree, path: list[int], token: int) -> None:
         """Learn from what the target said: `path` are the nodes of `tree` that were taken, then came `token`."""

@@ -86,9 +86,9 @@ def given(session: Session, tokens: Sequence[int], then: Callable[[], MethodRoun
     for at in range(0, len(tokens), GIVEN_AT_ONCE):
         if session.finished:
             return
-        piece = tokens[at : at + GIVEN_AT_ONCE]
-        reports = yield Orders(verify=session.verify_given(piece))
-        session.commit(piece, verdict_of(reports))
+        part = tokens[at : at + GIVEN_AT_ONCE]
+        reports = yield Orders(verify=session.verify_given(part))
+        session.commit(part, verdict_of(reports))
     if not session.finished:
         yield from then()
 

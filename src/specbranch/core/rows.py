@@ -52,8 +52,8 @@ class RowRunner(Generic[Row]):
     """A Runner over a model that scores nodes; what remains to be told is how it opens, reads, keeps and scores."""
 
     prefix_cache = True  # whether what was read of prompts is kept for others, where it can be
-    piece = 256  # tokens of a prompt that are read at once
-    page = 1  # places that are taken at once
+    prefill_chunk = 256  # tokens of a prompt that are read at once
+    page = 1  # KV slots that are taken at once
 
     def __init__(self, sampler: Sampler[Row]) -> None:
         self.sampler = sampler
@@ -66,17 +66,17 @@ class RowRunner(Generic[Row]):
         self._requests[seq], self._rows[seq] = request, {}
 
     @property
-    def places(self) -> int | None:
-        """How many places there are for all sequences together; nothing: they are not counted."""
+    def kv_slots(self) -> int | None:
+        """How many KV slots there are for all sequences together; nothing: they are not counted."""
         return None
 
     @property
-    def places_free(self) -> int:
+    def kv_slots_free(self) -> int:
         """How many of them can be had."""
         return 0
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's places, to be read."""
+        """The sequence's KV slots, to be read."""
         raise NotImplementedError
 
     def demand(self, seq: int, count: int) -> None:
@@ -135,8 +135,8 @@ class RowRunner(Generic[Row]):
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         """Keep some nodes of the tail, the first `commit` of them as prefix, and the rows behind all that is left."""
-        rows, line = self._rows[seq], [ROOT, *nodes]  # the row after k kept nodes of a line is that of line[k]
-        left = {at - commit - 1: rows[node] for at, node in enumerate(line) if at >= commit and node in rows}
+        rows, path = self._rows[seq], [ROOT, *nodes]  # the row after k kept nodes of a path is that of path[k]
+        left = {at - commit - 1: rows[node] for at, node in enumerate(path) if at >= commit and node in rows}
         # an interrupt may come now: nodes without rows are read again, rows of other nodes would be believed
         rows.clear()
         self._keep(seq, nodes, commit)
@@ -148,7 +148,7 @@ class RowRunner(Generic[Row]):
         self._rewind(seq, length)
 
     def close(self, seq: int) -> None:
-        """Forget the sequence and free its places."""
+        """Forget the sequence and free its KV slots."""
         self._close(seq)
         del self._requests[seq], self._rows[seq]
 

@@ -22,7 +22,7 @@ ENTROPY_WEIGHT = 0.2  # AdaEDL's γ in the bound 1 − sqrt(γ·H)
 NO_TOKEN = -2  # what a target says whose scores are not finite; -1 is what a record says that has ended
 MOST_ENTRIES = 64  # of a proposal law: any q is exact, and few entries are cheap to send
 
-Allowed = frozenset[int]  # the tokens that may be said at a place
+Allowed = frozenset[int]  # the tokens that may be said at a position
 
 
 class NoNumber(RuntimeError):
@@ -46,13 +46,13 @@ class Ask:
     width: int = 1
     heads: HeadKind = "sampled"  # ratio: is the first proposal drawn from q, or are all the top ones? (match: the same)
     measure: Measure = "top"
-    attempt: int = 0  # tells apart the orders that drafted this place
+    attempt: int = 0  # tells apart the orders that drafted this position
     allowed: Allowed | None = None  # nothing: any token
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Candidates for one place, best first, with the draft's confidence there and, if the first was drawn, its law.
+    """Candidates for one position, best first, with the draft's confidence there and, if the first was drawn, its law.
 
     `odds` tells how likely each candidate is beside the best one, by the draft's own scores; nothing: it was not said.
     """
@@ -65,7 +65,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A token drawn for the place after the order's token `node` that is judged without having been fed."""
+    """A token drawn for the position after the order's token `node` that is judged without having been fed."""
 
     node: int
     token: int
@@ -91,7 +91,7 @@ class Trial:
         """The node of the order's token `index`, −1 for the root."""
         return self.nodes[index] if index >= 0 else self.root
 
-    def line(self, path: Sequence[int]) -> list[int]:
+    def nodes_on(self, path: Sequence[int]) -> list[int]:
         """The nodes from the prefix to the end of a path of the order's tokens."""
         return [*range(self.root + 1), *(self.nodes[index] for index in path)]
 
@@ -133,11 +133,11 @@ Done = Callable[[], bool]  # whether the target is
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """A tree to be grown behind a sequence: `unread` of its text is read first, `held` tells where what was read of
+    """A tree to be grown behind a sequence: `uncomputed` of its text is read first, `held` tells where what was read of
     the tree lies."""
 
     seq: int
-    unread: tuple[int, ...]
+    uncomputed: tuple[int, ...]
     tree: Tree
     held: Mapping[int, int]  # numbers in the tree to nodes of the tail
     growth: Growth
@@ -170,23 +170,23 @@ class Runner(Protocol):
         ...
 
     @property
-    def piece(self) -> int:
+    def prefill_chunk(self) -> int:
         """How many tokens of a prompt are read at once: it is cut at multiples of this, counted from its beginning,
         whoever reads it and whatever was read before, so that its bits depend on nothing else."""
         ...
 
     @property
     def page(self) -> int:
-        """How many places are taken at once."""
+        """How many KV slots are taken at once."""
         ...
 
     @property
-    def places(self) -> int | None:
-        """How many places there are for all sequences together; nothing: they are not counted."""
+    def kv_slots(self) -> int | None:
+        """How many KV slots there are for all sequences together; nothing: they are not counted."""
         ...
 
     @property
-    def places_free(self) -> int:
+    def kv_slots_free(self) -> int:
         """How many of them can be had; those that only keep what was read of a prompt are among them, those that copies
         of shared pages will take are not."""
         ...
@@ -196,7 +196,7 @@ class Runner(Protocol):
         ...
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's places, to be read; only this Runner changes them."""
+        """The sequence's KV slots, to be read; only this Runner changes them."""
         ...
 
     def demand(self, seq: int, count: int) -> None:
@@ -213,7 +213,7 @@ class Runner(Protocol):
         ...
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Append tokens to the committed prefix, in pieces; nothing can be asked about them. The tail must be empty."""
+        """Append tokens to the committed prefix, in chunks; nothing can be asked about them. The tail must be empty."""
         ...
 
     def feed(self, work: Sequence[Feed]) -> None:
@@ -239,7 +239,7 @@ class Runner(Protocol):
         ...
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
-        """Keep some nodes of the tail, the first `commit` of them, a line, as prefix; drop the rest (see
+        """Keep some nodes of the tail, the first `commit` of them, a path, as prefix; drop the rest (see
         Slots.keep)."""
         ...
 
@@ -248,7 +248,7 @@ class Runner(Protocol):
         ...
 
     def close(self, seq: int) -> None:
-        """Forget the sequence and free its places."""
+        """Forget the sequence and free its KV slots."""
         ...
 
 

@@ -1,14 +1,14 @@
 """Who is in the loop: requests wait in a queue, are admitted as there is room for them, and leave.
 
-Owns the queue, admission, deadlines, and who is put back when memory runs short; rounds are the Loop's. Invariants:
+Owns the queue, admission, deadlines, and who is preempted when memory runs short; rounds are the Loop's. Invariants:
 each request's text is as if it were alone; one that has left, however it did, holds nothing.
 
 The bound on waiting: higher priorities go first, and within a priority requests are admitted in the order in which they
 came; none is overtaken by one that came later. So where at most M are decoded at once, none takes more than R rounds,
 and there is memory for M, a request with k others before it is admitted after at most ⌊k / M⌋ · R rounds. Where memory
-is short the oldest of the highest priority is never put back, so it is admitted after at most k · R rounds of its own
+is short the oldest of the highest priority is never preempted, so it is admitted after at most k · R rounds of its own
 kind. Once admitted, a request that has read its text takes part in every round of the target; while m texts are unread,
-one of p pieces is read within m · p such rounds, however long the others are.
+one of p chunks is read within m · p such rounds, however long the others are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-from specbranch.core.loop import Loop, Places
+from specbranch.core.loop import KVSlots, Loop
 from specbranch.core.methods import MethodRounds
 from specbranch.core.session import Session
 from specbranch.errors import CacheFull, DeadlinePassed
 
-AHEAD = 64  # places beyond its text that a request is to have when it is admitted, and that live ones are to keep
+AHEAD = 64  # KV slots beyond its text that a request is to have when it is admitted, and that live ones are to keep
 
 TicketState = Literal["waiting", "live", "over"]
 
@@ -60,7 +60,7 @@ class Snapshot:
 
     running: int = 0
     waiting: int = 0
-    reading: int = 0  # of those running: their prompts are being read
+    prefilling: int = 0  # of those running: their prompts are not computed yet
     resting: int = 0  # of those running: nobody takes what they say
     rounds: int = 0
     tokens: int = 0  # emitted
@@ -69,9 +69,9 @@ class Snapshot:
     finished: int = 0
     failed: int = 0  # past their deadline, or by an error
     cancelled: int = 0
-    put_back: int = 0  # times that a request was, for want of memory
+    preemptions: int = 0  # times that a request was, for want of memory
     draft_restarts: int = 0  # times that a draft's process was made anew
-    places: tuple[Places, ...] = ()
+    kv_slots: tuple[KVSlots, ...] = ()
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Counts:
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
-    put_back: int = 0
+    preemptions: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +126,7 @@ class Scheduler:
         self._counts.submitted += 1
         if self.first is not None and self not in self.first.guests:
             self.first.guests.append(self)
-        target = next((places for places in self.loop.executor.places() if places.of == "target"), None)
+        target = next((kv_slots for kv_slots in self.loop.executor.kv_slots() if kv_slots.of == "target"), None)
         if target is not None and len(session.tokens) > target.total:
             session.fail(_never_fits(session, target))
             self._end(ticket)
@@ -187,7 +187,7 @@ class Scheduler:
         return Snapshot(
             running=len(live),
             waiting=len(self._waiting),
-            reading=sum(self.loop.unread(ticket.session) > 0 for ticket in live),
+            prefilling=sum(self.loop.uncomputed(ticket.session) > 0 for ticket in live),
             resting=sum(ticket.resting for ticket in live),
             rounds=counts.rounds,
             tokens=counts.tokens,
@@ -196,9 +196,9 @@ class Scheduler:
             finished=counts.finished,
             failed=counts.failed,
             cancelled=counts.cancelled,
-            put_back=counts.put_back,
+            preemptions=counts.preemptions,
             draft_restarts=self.loop.executor.restarts,
-            places=self.loop.executor.places(),
+            kv_slots=self.loop.executor.kv_slots(),
         )
 
     def _expire(self) -> None:
@@ -231,7 +231,7 @@ class Scheduler:
         ticket.state, self._live[session.number] = "live", ticket
         try:
             if ticket.begun:
-                self.loop.take_back(session)
+                self.loop.resume(session)
                 self.loop.rest(session, ticket.resting)
             else:
                 self.loop.join(session, ticket.start())
@@ -256,7 +256,7 @@ class Scheduler:
         """Preempt one that rests, or a guest's while nothing runs here; returns whether there was any."""
         for one in reversed(self._sharing):
             if one._live and (one._last().resting or (one in self.guests and not running)):
-                one._put_back(one._last())
+                one._preempt(one._last())
                 return True
         return False
 
@@ -273,23 +273,23 @@ class Scheduler:
         return may_wait and any(one._live for one in self._sharing if one is not self)
 
     def _fits(self, ticket: Ticket) -> bool:
-        """Whether each model has places for the text and some more, those left out that live ones are to have."""
+        """Whether each model has KV slots for the text and some more, those left out that live ones are to have."""
         length = len(ticket.session.tokens) + self._ahead(ticket.session)
-        for places in self.loop.executor.places():
-            need = places.missing(length)
-            promised = sum(one.promised(places) for one in self._sharing)
-            if need > places.free - promised and (places.of == "target" or need <= places.total):
+        for kv_slots in self.loop.executor.kv_slots():
+            need = kv_slots.missing(length)
+            promised = sum(one.promised(kv_slots) for one in self._sharing)
+            if need > kv_slots.free - promised and (kv_slots.of == "target" or need <= kv_slots.total):
                 return False
         return True
 
-    def promised(self, places: Places) -> int:
-        """How many free places of a model its live requests are still to have."""
-        return sum(self._promised(places, ticket.session) for ticket in self._live.values())
+    def promised(self, kv_slots: KVSlots) -> int:
+        """How many free KV slots of a model its live requests are still to have."""
+        return sum(self._promised(kv_slots, ticket.session) for ticket in self._live.values())
 
-    def _promised(self, places: Places, session: Session) -> int:
+    def _promised(self, kv_slots: KVSlots, session: Session) -> int:
         length = len(session.tokens)
-        held = length - 1 - self.loop.unread(session)  # the last token is a step
-        return places.missing(length + self._ahead(session), held)
+        held = length - 1 - self.loop.uncomputed(session)  # the last token is a step
+        return kv_slots.missing(length + self._ahead(session), held)
 
     def _ahead(self, session: Session) -> int:
         return min(self.ahead, max(session.room, 1))
@@ -303,21 +303,21 @@ class Scheduler:
         if self._preempt_idle(running=False):
             return
         if len(self._live) > 1 or self._waits:
-            self._put_back(self._last())
+            self._preempt(self._last())
             return
         for ticket in list(self._live.values()):
             ticket.session.fail(self.loop.short[ticket.session.number])
             self._end(ticket)
 
     def _last(self) -> Ticket:
-        """Who is put back first: one that rests, else the youngest of the lowest priority."""
+        """Who is preempted first: one that rests, else the youngest of the lowest priority."""
         return max(self._live.values(), key=lambda one: (one.resting, one.order))
 
-    def _put_back(self, ticket: Ticket) -> None:
-        self.loop.put_back(ticket.session)
+    def _preempt(self, ticket: Ticket) -> None:
+        self.loop.preempt(ticket.session)
         del self._live[ticket.session.number]
         ticket.state = "waiting"
-        self._counts.put_back += 1
+        self._counts.preemptions += 1
         insort(self._waiting, ticket, key=lambda one: one.order)
 
     def _end(self, ticket: Ticket) -> None:
@@ -345,9 +345,9 @@ class Scheduler:
         ticket.emitted = emitted
 
 
-def _never_fits(session: Session, places: Places) -> CacheFull:
+def _never_fits(session: Session, kv_slots: KVSlots) -> CacheFull:
     return CacheFull(
-        f"The prompt has {len(session.tokens)} tokens, but the cache has {places.total} places for all requests "
+        f"The prompt has {len(session.tokens)} tokens, but the cache has {kv_slots.total} KV slots for all requests "
         "together. Shorten the prompt, or raise cache_tokens (--cache-tokens)."
     )
 

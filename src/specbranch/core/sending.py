@@ -27,7 +27,7 @@ SendingLater = Callable[[], Sending]  # worked out once there is time for it
 def candidates(tree: Tree, deepest: int, most: int, alternatives: bool = True) -> list[int]:
     """Which nodes could be verified, by their reach; parents come before children."""
     if not alternatives:
-        return [n for n in tree.main_line() if tree.nodes[n].depth <= deepest][:most]
+        return [n for n in tree.main_path() if tree.nodes[n].depth <= deepest][:most]
     taken, numbers = {ROOT}, list[int]()
     for n in farthest(tree, deepest):
         if tree.nodes[n].parent not in taken:

@@ -56,12 +56,12 @@ class Session:
         self.error: Exception | None = None
         self.stats = Stats()
         self.on_round: RoundWatcher | None = None  # somebody who looks on
-        self.company = 1  # sessions that decode beside it, itself included
+        self.batch_size = 1  # sessions that decode beside it, itself included
         self.now = 0.0  # on the executor's clock, when its last round ended
         self.waited = 0.0  # seconds of rounds that passed without it, since it last took part
         self._watch = watch
         self._ending = request.ending_ids
-        self._told = {"draft": 0, "target": 0}
+        self._sent = {"draft": 0, "target": 0}
         self._drafts = 0
 
     @property
@@ -75,9 +75,9 @@ class Session:
         return self.limit - len(self.tokens)
 
     @property
-    def untold(self) -> int:
+    def unsent(self) -> int:
         """How many committed tokens the draft was not told yet."""
-        return len(self.tokens) - self._told["draft"]
+        return len(self.tokens) - self._sent["draft"]
 
     def draft(self, plan: Plan, pending: Branch = NOTHING) -> Draft | None:
         """Order a draft after the pending chain, clipped to what could still be emitted; None if that is nothing."""
@@ -142,21 +142,21 @@ class Session:
         self.finished = "error"
 
     def _context(self, role: Literal["draft", "target"], pending: Sequence[int] = ()) -> Context:
-        base = self._told[role]
-        self._told[role] = len(self.tokens)
+        base = self._sent[role]
+        self._sent[role] = len(self.tokens)
         return Context(base, (*self.tokens[base:], *pending), self.tokens)
 
     def _unless_ended(self, follows: Follows | None) -> Follows | None:
         """Nothing follows on tokens that end the text. Both models may ask, which is worked out once."""
         if follows is None:
             return None
-        told = follows
+        after = follows
         said: dict[tuple[int, ...], Following] = {}
 
         def following(taken: tuple[int, ...]) -> Following:
             if taken not in said:
                 ended = len(taken) >= self.room or not self._ending.isdisjoint(taken)
-                said[taken] = None if ended else told(taken)
+                said[taken] = None if ended else after(taken)
             return said[taken]
 
         return following

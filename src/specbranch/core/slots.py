@@ -1,8 +1,8 @@
-"""Who holds which place in a cache: a committed prefix, and behind it a small tail in which every token names its
+"""Who holds which KV slot in a cache: a committed prefix, and behind it a small tail in which every token names its
 parent.
 
-Owns the bookkeeping of one sequence, not its memory. Invariant: token i of the prefix lies at place i, and node j of
-the tail at place `len(prefix) + j`, so a chain that is committed does not move.
+Owns the bookkeeping of one sequence, not its memory. Invariant: token i of the prefix lies at KV slot i, and node j of
+the tail at KV slot `len(prefix) + j`, so a chain that is committed does not move.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import pairwise
 from specbranch.errors import CacheFull
 
 ROOT = -1  # the end of the prefix, as a parent
-TAIL = 128  # places behind the prefix: a pending chain of 10 and 6 lanes of 10 fit
+TAIL = 128  # KV slots behind the prefix: a pending chain of 10 and 6 lanes of 10 fit
 
-Move = tuple[int, int]  # from place, to place
+Move = tuple[int, int]  # from KV slot, to KV slot
 
 
 class Slots:
@@ -37,7 +37,7 @@ class Slots:
         return min(self.tail_limit - len(self.tokens), self.capacity - len(self))
 
     def extend(self, tokens: Sequence[int]) -> range:
-        """Append tokens to the prefix; returns their places. The tail must be empty."""
+        """Append tokens to the prefix; returns their KV slots. The tail must be empty."""
         if self.tokens:
             raise ValueError("extend needs an empty tail; keep or drop it first")
         self.demand(len(tokens), self.capacity - len(self))
@@ -59,34 +59,34 @@ class Slots:
         return range(start, start + len(tokens))
 
     def keep(self, nodes: Sequence[int], commit: int) -> list[Move]:
-        """Keep only `nodes`, in ascending order; the first `commit` of them, a line from the root, join the prefix.
+        """Keep only `nodes`, in ascending order; the first `commit` of them, a path from the root, join the prefix.
         Returns the moves.
 
-        The others, each below the end of that line, are renumbered from 0. Moves go to lower places in ascending order,
-        so they can be done one after the other in place.
+        The others, each below the end of that path, are renumbered from 0. Moves go to lower KV slots in ascending
+        order, so they can be done one after the other in place.
         """
         if not 0 <= commit <= len(nodes):
             raise ValueError(f"{commit} of {len(nodes)} nodes cannot be committed")
-        place = {node: at - commit for at, node in enumerate(nodes)}
-        place[nodes[commit - 1] if commit else ROOT] = ROOT
-        self._check_kept(nodes, commit, place)
+        renumbered = {node: at - commit for at, node in enumerate(nodes)}
+        renumbered[nodes[commit - 1] if commit else ROOT] = ROOT
+        self._check_kept(nodes, commit, renumbered)
         here = len(self.prefix)
         moves = [(here + node, here + at) for at, node in enumerate(nodes) if node != at]
         self.prefix.extend(self.tokens[node] for node in nodes[:commit])
-        self.parents = [place[self.parents[node]] for node in nodes[commit:]]
+        self.parents = [renumbered[self.parents[node]] for node in nodes[commit:]]
         self.tokens = [self.tokens[node] for node in nodes[commit:]]
         return moves
 
-    def _check_kept(self, nodes: Sequence[int], commit: int, place: dict[int, int]) -> None:
+    def _check_kept(self, nodes: Sequence[int], commit: int, renumbered: dict[int, int]) -> None:
         for node, parent in zip(nodes[:commit], (ROOT, *nodes), strict=False):
             if self.parents[node] != parent:
                 raise ValueError(f"node {node} is no child of {parent}")
         if any(a >= b for a, b in pairwise(nodes)):
             raise ValueError(f"nodes to keep must be told in ascending order, not {list(nodes)}")
         for node in nodes[commit:]:
-            if place.get(self.parents[node], -2) < ROOT:
+            if renumbered.get(self.parents[node], -2) < ROOT:
                 raise ValueError(
-                    f"node {node} is no child of a node that stays in the tail, nor of the end of the line"
+                    f"node {node} is no child of a node that stays in the tail, nor of the end of the path"
                 )
 
     def truncate(self, length: int) -> None:
@@ -94,13 +94,13 @@ class Slots:
         self.keep((), 0)
         del self.prefix[length:]
 
-    def place(self, node: int) -> int:
+    def slot_of(self, node: int) -> int:
         """Where the node lies in the cache."""
         return len(self.prefix) + node
 
     @property
     def depth(self) -> int:
-        """How many nodes the longest line of the tail has."""
+        """How many nodes the longest path of the tail has."""
         depths = [0]  # of ROOT, then of each node
         for parent in self.parents:
             depths.append(depths[parent + 1] + 1)
@@ -108,11 +108,11 @@ class Slots:
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root down to `node`, itself included."""
-        line: list[int] = []
+        path: list[int] = []
         while node != ROOT:
-            line.append(node)
+            path.append(node)
             node = self.parents[node]
-        return line[::-1]
+        return path[::-1]
 
     def position(self, node: int) -> int:
         """The node's index in its sequence: how many tokens come before it."""
@@ -123,19 +123,19 @@ class Slots:
         return [*self.prefix, *(self.tokens[n] for n in self.path(node))]
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """The longest line of nodes from the root that carries the beginning of `tokens`."""
+        """The longest path of nodes from the root that carries the beginning of `tokens`."""
         best: list[int] = []
-        lines: list[list[int]] = [[]]
+        paths: list[list[int]] = [[]]
         for token in tokens:
-            lines = [
-                [*line, node]
-                for line in lines
-                for node in self._children(line[-1] if line else ROOT)
+            paths = [
+                [*path, node]
+                for path in paths
+                for node in self._children(path[-1] if path else ROOT)
                 if self.tokens[node] == token
             ]
-            if not lines:
+            if not paths:
                 break
-            best = lines[0]
+            best = paths[0]
         return best
 
     def check(self) -> None:

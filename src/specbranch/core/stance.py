@@ -70,22 +70,22 @@ class _Load:
     tried: tuple[int, float] = (0, 0.0)  # tokens and seconds of the trial, with all that is left out of its rate
     rates: dict[bool, _Rate] = field(default_factory=lambda: {PLANNED: _Rate(), PLAINLY: _Rate()})
 
-    def turn(self, company: int, most_plain: float) -> None:
+    def turn(self, batch_size: int, most_plain: float) -> None:
         """Try the other way, or go on with the better one; plain decoding is not tried where it cannot be it."""
         if self.best is PLANNED and not self.is_trial and self.rates[PLANNED].per_second >= most_plain:
-            self.left = self.span * company
+            self.left = self.span * batch_size
             return
         if not self.is_trial:
             self.plainly = not self.best
-            self.left, self.rates[self.plainly] = TRIAL[self.plainly] * company, _Rate()
+            self.left, self.rates[self.plainly] = TRIAL[self.plainly] * batch_size, _Rate()
             self.tried = 0, 0.0
         else:
             best = max((PLANNED, PLAINLY), key=lambda way: self.rates[way].per_second)
             self.span = min(LONGER[self.is_hopeless] * self.span, MOST_SPAN) if best is self.best else SPAN
             self.plainly = self.best = best
             self.compared = True
-            self.left = max(self.span * company, self._repaid())
-        self.settling = LEFT_OUT * company
+            self.left = max(self.span * batch_size, self._repaid())
+        self.settling = LEFT_OUT * batch_size
 
     @property
     def is_hopeless(self) -> bool:
@@ -97,11 +97,11 @@ class _Load:
         """Whether the other way is being tried."""
         return self.plainly is not self.best
 
-    def is_over(self, company: int) -> bool:
+    def is_over(self, batch_size: int) -> bool:
         """Whether the way is to be looked at again: its rounds were made, or a trial has shown enough."""
         if self.left <= 0 or not self.is_trial:
             return self.left <= 0
-        return TRIAL[self.plainly] * company - self.left >= ENOUGH * min(company, AMONG) and self.is_hopeless
+        return TRIAL[self.plainly] * batch_size - self.left >= ENOUGH * min(batch_size, AMONG) and self.is_hopeless
 
     def _repaid(self) -> float:
         """The rounds of the better way in which what the trial has lost is a small share of the time."""
@@ -114,17 +114,17 @@ class _Load:
 class Stance:
     """Says how to go on at a load, and hears what came of it."""
 
-    def __init__(self, most_plain: MostPlain = lambda company: math.inf) -> None:
+    def __init__(self, most_plain: MostPlain = lambda batch_size: math.inf) -> None:
         self._most_plain = most_plain
         self._loads: dict[int, _Load] = {}  # by the power of two of the sessions at once
 
-    def plainly(self, company: int) -> bool:
+    def plainly(self, batch_size: int) -> bool:
         """Whether to decode plainly among so many sessions."""
-        return self._at(company).plainly
+        return self._at(batch_size).plainly
 
-    def note(self, company: int, plainly: bool, tokens: int, seconds: float) -> None:
+    def note(self, batch_size: int, plainly: bool, tokens: int, seconds: float) -> None:
         """Take in a round of one session."""
-        load = self._at(company)
+        load = self._at(batch_size)
         if plainly is not load.plainly:
             return  # it was begun before the way was changed
         if load.is_trial:
@@ -134,8 +134,8 @@ class Stance:
             return
         load.rates[plainly].add(tokens, seconds)
         load.left -= 1
-        if load.is_over(company):
-            load.turn(company, self._most_plain(company))
+        if load.is_over(batch_size):
+            load.turn(batch_size, self._most_plain(batch_size))
 
     def found(self) -> Findings:
         """Return what was found at each load at which both ways were compared."""
@@ -147,16 +147,16 @@ class Stance:
             believed = min(span, BELIEVED)
             self._loads[key] = _Load(believed * 2 ** (key - 1), best, best, believed, compared=True)
 
-    def _at(self, company: int) -> _Load:
-        key = company.bit_length()
+    def _at(self, batch_size: int) -> _Load:
+        key = batch_size.bit_length()
         if key not in self._loads:
-            way = PLAINLY if self._seems_plain(company, key) else PLANNED
-            self._loads[key] = _Load((SPAN if way is PLAINLY else BEGINNING) * company, way, way)
+            way = PLAINLY if self._seems_plain(batch_size, key) else PLANNED
+            self._loads[key] = _Load((SPAN if way is PLAINLY else BEGINNING) * batch_size, way, way)
         return self._loads[key]
 
-    def _seems_plain(self, company: int, key: int) -> bool:
+    def _seems_plain(self, batch_size: int, key: int) -> bool:
         """Which way to begin with at a load that is new: the more sessions, the less is gained by planning."""
         found = [(other, load.best) for other, load in self._loads.items() if load.compared]
         if any(other > key and best is PLANNED for other, best in found):
             return False
-        return company >= MANY or any(other < key and best is PLAINLY for other, best in found)
+        return batch_size >= MANY or any(other < key and best is PLAINLY for other, best in found)

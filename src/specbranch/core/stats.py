@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Self
 
 from specbranch.core.fates import FATE_NAMES, FATES, THROWN_AWAY, Fates, Settled, branch_points, tree_standings
-from specbranch.core.orders import UNREAD, Branch, Reports, Span, Verdict
+from specbranch.core.orders import NO_PREFILL, Branch, Reports, Span, Verdict
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
 
@@ -41,7 +41,7 @@ class Stats(Fates):
     drafted: int = 0
     rounds_all_accepted: int = 0
     rounds_rejected_inside: int = 0
-    rejections: int = 0  # rounds in which a token of the main line was rejected
+    rejections: int = 0  # rounds in which a token of the main path was rejected
     branch_points: int = 0
     branch_points_reached: int = 0  # those whose presumed tokens were all accepted, so that they could be hit
     branch_hits: int = 0
@@ -109,7 +109,7 @@ class Stats(Fates):
     def note_prompt(self, session: int, reports: Reports) -> None:
         """Count what both models read of the prompt, and what they had no need to read."""
         target, draft = (
-            span.prompts.get(session, UNREAD) if span is not None else UNREAD
+            span.prompts.get(session, NO_PREFILL) if span is not None else NO_PREFILL
             for span in (reports.verifying, reports.drafting)
         )
         self.prompt_tokens_read += target.read
@@ -160,10 +160,10 @@ class Stats(Fates):
         """
         ended = taken <= len(path)
         good = min(taken, len(path))
-        line = tree.main_line(sent)
-        fates = Settled(0, *map(len, tree_standings(tree, sent, line, path, hit))).fates(ended)
+        main_path = tree.main_path(sent)
+        fates = Settled(0, *map(len, tree_standings(tree, sent, main_path, path, hit))).fates(ended)
         fates.add_chain(len(path), good, ended)
-        followed = len(set(line).intersection(path[:good]))
+        followed = len(set(main_path).intersection(path[:good]))
         self._verified(good, followed, fates.rejected > 0)
         end, points = path[-1] if path else ROOT, branch_points(tree)
         self.branch_points += len(points)
@@ -182,7 +182,7 @@ class Stats(Fates):
         self.unused += left
 
     def _verified(self, good: int, followed: int, missed: bool) -> None:
-        """Count a verdict that accepted `good` tokens. The main line was `followed` so far, and then `missed` unless
+        """Count a verdict that accepted `good` tokens. The main path was `followed` so far, and then `missed` unless
         it ended there."""
         self.target_forwards += 1
         self.rounds_all_accepted += not missed and good > 0
@@ -221,7 +221,7 @@ class Stats(Fates):
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics under their public names."""
-        line = self.drafted - self.losing - self.siblings
+        main_path = self.drafted - self.losing - self.siblings
         decoded = max(self.emitted - 1, 0)
         return {
             "tokens": self.emitted,
@@ -234,7 +234,7 @@ class Stats(Fates):
             "tokens_per_forward": _over(decoded, self.target_forwards),
             "drafted": self.drafted,
             "accepted": self.accepted,
-            "rollback_rate": _over(self.rejected + self.dropped, line),
+            "rollback_rate": _over(self.rejected + self.dropped, main_path),
             "rejections": self.rejections,
             "run_between_rejections": _over(decoded, self.rejections),
             "rollback": {FATE_NAMES[fate].counted: self.of(fate) for fate in THROWN_AWAY},
@@ -264,23 +264,23 @@ class Stats(Fates):
         }
 
     @classmethod
-    def from_summary(cls, told: Mapping[str, Any]) -> Self:
+    def from_summary(cls, summary: Mapping[str, Any]) -> Self:
         """Build from what `summary` told, the clock beginning at 0; what is not told (methods from outside and earlier
         versions tell less) is 0."""
-        counts = {**told, **told.get("rollback", {})}
+        counts = {**summary, **summary.get("rollback", {})}
         plain: dict[str, Any] = {name: counts.get(public) or 0 for name, public in AS_THEY_ARE.items()}
-        first, decode = told["ttft_seconds"], told["decode_seconds"]
-        tells_positions = "accepted_by_position" in told  # earlier versions told only what was tested
+        first, decode = summary["ttft_seconds"], summary["decode_seconds"]
+        tells_positions = "accepted_by_position" in summary  # earlier versions told only what was tested
         return cls(
             **plain,
             first_token=first,
             finished=first + decode,
-            draft_busy=_busy(decode, told.get("draft_idle_seconds")),
-            target_busy=_busy(decode, told.get("target_idle_seconds")),
-            hits_at=list(told.get("branch_hits_by_position", ())),
-            tested_at=list(told["tested_by_position"]) if tells_positions else [],
-            accepted_at=list(told["accepted_by_position"]) if tells_positions else [],
-            choices=_choices(told.get("tokens_by_method", {}), told["tokens"]),
+            draft_busy=_busy(decode, summary.get("draft_idle_seconds")),
+            target_busy=_busy(decode, summary.get("target_idle_seconds")),
+            hits_at=list(summary.get("branch_hits_by_position", ())),
+            tested_at=list(summary["tested_by_position"]) if tells_positions else [],
+            accepted_at=list(summary["accepted_by_position"]) if tells_positions else [],
+            choices=_choices(summary.get("tokens_by_method", {}), summary["tokens"]),
         )
 
     def go_on_with(self, other: Stats) -> None:

@@ -20,7 +20,7 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Node, Tree, below, marked
 
 Who = Literal["draft", "target"]
-TraceLine = tuple[int, ...]  # tokens behind the committed text
+TracePath = tuple[int, ...]  # tokens behind the committed text
 THREADS: dict[Who, int] = {"target": 1, "draft": 2}  # of a Chrome trace, where 0 stands for an idle processor
 
 
@@ -65,23 +65,23 @@ class Trace:
         if isinstance(orders.draft, Grow):
             self._trees[session].see(reports.tree or orders.draft.tree, number)
         if reports.drafting:
-            told = _grown(orders, reports) if isinstance(orders.draft, Grow) else _branched(reports)
-            self.events.append(_event(session, number, "draft", reports.drafting, pending, **told))
+            notes = _grown(orders, reports) if isinstance(orders.draft, Grow) else _branched(reports)
+            self.events.append(_event(session, number, "draft", reports.drafting, pending, **notes))
         if reports.verifying:
-            told = self._judged(session, number, orders.verify, reports.verdict)
-            self.events.append(_event(session, number, "target", reports.verifying, pending, **told))
+            notes = self._judged(session, number, orders.verify, reports.verdict)
+            self.events.append(_event(session, number, "target", reports.verifying, pending, **notes))
 
     def _judged(self, session: int, number: int, order: Verify | None, verdict: Verdict | None) -> dict[str, Any]:
         if order is None or verdict is None:
             return {}
-        told: dict[str, Any] = {
+        notes: dict[str, Any] = {
             "accepted": len(verdict.path),
             "tokens": order.taken(verdict.path, verdict.token),
             "refused": tuple(token for node, token in enumerate(order.tokens) if node not in verdict.path),
         }
         if order.parents is not None:
-            told["used"], told["settled"] = self._trees[session].judge(order, verdict, number)
-        return told
+            notes["used"], notes["settled"] = self._trees[session].judge(order, verdict, number)
+        return notes
 
     def write_jsonl(self, path: Path) -> None:
         """Write one JSON object an event."""
@@ -102,12 +102,12 @@ class _Followed:
 
     def __init__(self) -> None:
         self._tree = NO_TREE
-        self._given: dict[TraceLine, int] = {}  # by the tokens that lead to a node
+        self._given: dict[TracePath, int] = {}  # by the tokens that lead to a node
 
     def see(self, tree: Tree, number: int) -> None:
         """Take in a tree as it is after a round."""
         self._tree = tree
-        self._given = {line: self._given.get(line, number) for line in _lines(tree)}
+        self._given = {path: self._given.get(path, number) for path in _paths(tree)}
 
     def judge(self, order: Verify, verdict: Verdict, number: int) -> tuple[tuple[int, ...], tuple[Settled, ...]]:
         """Tell what a verdict decides, and go on with what it leaves."""
@@ -116,35 +116,35 @@ class _Followed:
         path = [sent[node] for node in verdict.path]
         hit = tree.child(path[-1] if path else ROOT, verdict.token)
         used = tuple(given[node] for node in (*path, hit) if node is not None)
-        told = tree_standings(tree, sent, tree.main_line(sent), path, hit)
-        rounds = sorted({given[node] for nodes in told for node in nodes})
-        settled = [Settled(at, *(sum(given[node] == at for node in nodes) for nodes in told)) for at in rounds]
+        notes = tree_standings(tree, sent, tree.main_path(sent), path, hit)
+        rounds = sorted({given[node] for nodes in notes for node in nodes})
+        settled = [Settled(at, *(sum(given[node] == at for node in nodes) for nodes in notes)) for at in rounds]
         top = () if hit is None else list(self._given)[hit]
         self._tree = NO_TREE if hit is None else below(tree, hit)
-        self._given = {line: self._given[top + line] for line in _lines(self._tree)}
+        self._given = {path: self._given[top + path] for path in _paths(self._tree)}
         return used, tuple(settled)
 
     def _send(self, order: Verify, number: int) -> list[int]:
         """Mark what is verified; returns its nodes."""
-        nodes, places = list(self._tree.nodes), {line: place for place, line in enumerate(self._given)}
+        nodes, numbers = list(self._tree.nodes), {path: number for number, path in enumerate(self._given)}
         part = Tree(tuple(Node(token, order.parent(at), 0.0, 0.0, 0) for at, token in enumerate(order.tokens)))
-        lines = _lines(part)
-        for line in lines:
-            if line not in places:
-                places[line] = len(nodes)
-                nodes.append(Node(line[-1], places.get(line[:-1], ROOT), 0.0, 0.0, len(line)))
-                self._given[line] = number
-        sent = [places[line] for line in lines]
+        paths = _paths(part)
+        for path in paths:
+            if path not in numbers:
+                numbers[path] = len(nodes)
+                nodes.append(Node(path[-1], numbers.get(path[:-1], ROOT), 0.0, 0.0, len(path)))
+                self._given[path] = number
+        sent = [numbers[path] for path in paths]
         self._tree = marked(Tree(tuple(nodes)), sent)
         return sent
 
 
-def _lines(tree: Tree) -> list[TraceLine]:
+def _paths(tree: Tree) -> list[TracePath]:
     """The tokens that lead to each node, itself included."""
-    lines: list[TraceLine] = []
+    paths: list[TracePath] = []
     for node in tree.nodes:
-        lines.append((*(() if node.parent == ROOT else lines[node.parent]), node.token))
-    return lines
+        paths.append((*(() if node.parent == ROOT else paths[node.parent]), node.token))
+    return paths
 
 
 def _branched(reports: Reports) -> dict[str, Any]:

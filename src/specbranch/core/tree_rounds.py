@@ -25,8 +25,8 @@ TreeRound = Generator[Any, Any, Tree]  # orders and offers for reports and grant
 def growing(session: Session, planner: Planner) -> MethodRounds:
     """Decode a request: grow while that pays, verify the best of the tree, and grow on meanwhile where both models
     can work at once."""
-    # In company, or where plain decoding is faster, a draft may never be asked: it reads the prompt when it first is.
-    alone = session.company == 1 and not planner.plainly(1)
+    # In a batch, or where plain decoding is faster, a draft may never be asked: it reads the prompt when it first is.
+    alone = session.batch_size == 1 and not planner.plainly(1)
     yield from prefill(session, planner.experience.has_draft and alone)
     meanwhile = Meanwhile()
     try:
@@ -38,25 +38,25 @@ def growing(session: Session, planner: Planner) -> MethodRounds:
 def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> MethodRounds:
     tree = NO_TREE
     while not session.finished:
-        company, begun, emitted = session.company, session.now, session.stats.emitted
-        plainly = planner.plainly(company)
+        batch_size, begun, emitted = session.batch_size, session.now, session.stats.emitted
+        plainly = planner.plainly(batch_size)
         if plainly:
             meanwhile.add(session.stats.abandon_tree, tree)
             yield from _plain_round(session, planner, meanwhile)
             tree = NO_TREE
         else:
             tree = yield from _planned_round(session, planner, tree, meanwhile)
-        planner.passed(company, plainly, session.stats.emitted - emitted, session.now - begun)
+        planner.passed(batch_size, plainly, session.stats.emitted - emitted, session.now - begun)
     meanwhile.add(session.stats.abandon_tree, tree)
 
 
 def _planned_round(session: Session, planner: Planner, tree: Tree, meanwhile: Meanwhile) -> TreeRound:
-    planner.begin(len(session.tokens), session.company)
+    planner.begin(len(session.tokens), session.batch_size)
     session.stats.begin(tree.read)
     tree = planner.looked_up(tree)
-    offered = planner.lane_offer(tree, session.untold) if session.room > 1 else None
+    offered = planner.lane_offer(tree, session.unsent) if session.room > 1 else None
     may: LaneGrant = (yield offered) if offered else LaneGrant(False)
-    if growth := _within(session, planner.while_waiting(tree, session.untold, may)):
+    if growth := _within(session, planner.while_waiting(tree, session.unsent, may)):
         orders = Orders(draft=session.grow(tree, growth, planner.sending(session.room)))
         reports = yield orders
         tree = _grown(session, planner, tree, orders, reports)
@@ -67,7 +67,7 @@ def _planned_round(session: Session, planner: Planner, tree: Tree, meanwhile: Me
     # What is begun with a verdict is begun sooner than a draft beside the target can help.
     begins = growth is None and planner.looks_up(tree, sent)
     growth = None if begins else _within(session, planner.while_verifying(tree, grant))
-    follows = None if growth else planner.follows(tree, session.untold)
+    follows = None if growth else planner.follows(tree, session.unsent)
     verify = session.verify_tree(chosen(tree, sent), follows=follows)
     orders = Orders(session.grow(tree, growth) if growth else None, verify, meanwhile)
     meanwhile.add(_count_kind, session, tree, sent, growth)
@@ -134,7 +134,7 @@ def _kind(tree: Tree, sent: list[int], growth: Growth | None) -> str:
         return "hedged"
     if not sent:
         return "plain"
-    line = tree.main_line(sent)
-    if all(tree.nodes[n].look for n in line):
+    main_path = tree.main_path(sent)
+    if all(tree.nodes[n].look for n in main_path):
         return "lookup"
-    return "chain" if len(line) == len(sent) else "tree"
+    return "chain" if len(main_path) == len(sent) else "tree"

@@ -39,7 +39,7 @@ class Chances:
 
 
 # what a draft says of a token that was looked up: nothing yet, the first, among others, not a word
-UNREAD, FIRST, OTHER, ABSENT = range(4)
+NO_PREFILL, FIRST, OTHER, ABSENT = range(4)
 STANDINGS = 4
 MATCHES = (2, 3, 4, 5, 9, 17)  # between classes of how many words match before it
 LOOKS = len(MATCHES) + 1
@@ -59,7 +59,7 @@ def standing(node: Node, parent_read: bool) -> int:
     """Return what the draft says of a looked-up token."""
     if node.said > 0.0:
         return OTHER if node.rank else FIRST
-    return ABSENT if parent_read else UNREAD
+    return ABSENT if parent_read else NO_PREFILL
 
 
 def class_of(said: float) -> int:
@@ -101,17 +101,17 @@ class Tree:
         """Return the children of a node."""
         return [n for n, node in enumerate(self.nodes) if node.parent == parent]
 
-    def main_line(self, among: Sequence[int] | None = None) -> list[int]:
-        """Return the likeliest line from the root: at every node its likeliest child."""
+    def main_path(self, among: Sequence[int] | None = None) -> list[int]:
+        """Return the likeliest path from the root: at every node its likeliest child."""
         nodes, best = self.nodes, dict[int, int]()
         for n in range(len(nodes)) if among is None else sorted(among):
             before = best.get(nodes[n].parent)
             if before is None or nodes[n].reach > nodes[before].reach:
                 best[nodes[n].parent] = n
-        line: list[int] = []
-        while (below := best.get(line[-1] if line else ROOT)) is not None:
-            line.append(below)
-        return line
+        path: list[int] = []
+        while (below := best.get(path[-1] if path else ROOT)) is not None:
+            path.append(below)
+        return path
 
 
 NO_TREE = Tree()
@@ -243,7 +243,7 @@ class GrowingTree:
         return sorted([node.reach for node in self.nodes], reverse=True)[growth.rows - 1]
 
     def graft(self, tokens: Sequence[int], words: int, chances: Chances) -> None:
-        """Take in what followed the same words earlier in the text, as a line from the root: each that is right makes
+        """Take in what followed the same words earlier in the text, as a path from the root: each that is right makes
         the match longer."""
         nodes, here, reach, read, new = self.nodes, ROOT, 1.0, self.read, False
         for depth, token in enumerate(tokens, start=1):
@@ -251,7 +251,7 @@ class GrowingTree:
             if not new:  # what is new has no children
                 known = next((n for n, node in enumerate(nodes) if node.parent == here and node.token == token), None)
             if known is None:
-                chance = chances.looked[look_class(look, ABSENT if read else UNREAD)]
+                chance = chances.looked[look_class(look, ABSENT if read else NO_PREFILL)]
                 reach *= chance
                 nodes.append(Node(token, here, chance, reach, depth, 1, 0.0, look))
                 here, read, new = len(nodes) - 1, False, True
@@ -304,10 +304,10 @@ class GrowingTree:
 
 def chosen(tree: Tree, numbers: Sequence[int]) -> Tree:
     """Return a part of a tree that holds its parents, renumbered in the order given."""
-    place = {n: at for at, n in enumerate(numbers)}
-    place[ROOT] = ROOT
+    renumbered = {n: at for at, n in enumerate(numbers)}
+    renumbered[ROOT] = ROOT
     nodes = [tree.nodes[n] for n in numbers]
-    return Tree(tuple([Node(node[0], place[node[1]], *node[2:]) for node in nodes]), tree.read)
+    return Tree(tuple([Node(node[0], renumbered[node[1]], *node[2:]) for node in nodes]), tree.read)
 
 
 def marked(tree: Tree, numbers: Sequence[int]) -> Tree:

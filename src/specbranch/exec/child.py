@@ -35,7 +35,7 @@ from specbranch.exec.messages import (
 from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
 
 
-class Line:
+class Channel:
     """The child's end of the link: it may wait for its parent."""
 
     def __init__(self, link: Link) -> None:
@@ -63,25 +63,25 @@ class Line:
 def main(descriptor: int) -> None:
     """Serve on an inherited socket until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it hangs up afterwards
-    line = Line(Link(socket.socket(fileno=descriptor)))
+    channel = Channel(Link(socket.socket(fileno=descriptor)))
     with suppress(LinkLost):  # the parent is gone
         try:
-            serve(line)
+            serve(channel)
         except BadMessage as error:
-            line.send(Broken(str(error)))
+            channel.send(Broken(str(error)))
 
 
-def serve(line: Line) -> None:
+def serve(channel: Channel) -> None:
     """Make the worker, then carry out orders."""
     try:
-        drafter = _greeted(line.receive())
+        drafter = _greeted(channel.receive())
     except Exception as error:
-        line.send(Broken(f"{type(error).__name__}: {error}"))
+        channel.send(Broken(f"{type(error).__name__}: {error}"))
         return
-    line.send(Ready())
+    channel.send(Ready())
     backlog: deque[WireMessage] = deque()  # what came while a round was drafted
     while True:
-        _answer(line, drafter, backlog.popleft() if backlog else line.receive(), backlog)
+        _answer(channel, drafter, backlog.popleft() if backlog else channel.receive(), backlog)
 
 
 def _greeted(message: WireMessage) -> Drafter:
@@ -96,7 +96,7 @@ def _made(recipe: Recipe) -> Drafter:
     return drafter
 
 
-def _answer(line: Line, drafter: Drafter, message: WireMessage, backlog: deque[WireMessage]) -> None:
+def _answer(channel: Channel, drafter: Drafter, message: WireMessage, backlog: deque[WireMessage]) -> None:
     match message:
         case Open(session, request):
             drafter.leave(session)
@@ -104,38 +104,38 @@ def _answer(line: Line, drafter: Drafter, message: WireMessage, backlog: deque[W
         case Leave(session):
             drafter.leave(session)
         case Work():
-            _work(line, drafter, message, backlog)
+            _work(channel, drafter, message, backlog)
         case TargetDone() | Enough():
             pass  # came after the round was drafted
 
 
-def _work(line: Line, drafter: Drafter, work: Work, backlog: deque[WireMessage]) -> None:
+def _work(channel: Channel, drafter: Drafter, work: Work, backlog: deque[WireMessage]) -> None:
     if stale := tuple(session for session, order in work.orders.items() if drafter.stale(session, order.on)):
-        line.send(StaleHolding(work.ticket, stale))
+        channel.send(StaleHolding(work.ticket, stale))
         return
     start, fed = time.perf_counter(), drafter.rows_fed
 
     def announce(heads: dict[int, Branch]) -> None:
         if any(order.announces for order in work.orders.values()):
-            line.send(HeadsDrawn(work.ticket, heads))
+            channel.send(HeadsDrawn(work.ticket, heads))
 
-    parent = _Parent(line, work.ticket, backlog)
+    parent = _Parent(channel, work.ticket, backlog)
     drafter.enough = parent.wants_answer
     try:
         made = drafter.draft(work.orders, parent.target_done, announce)
     except Exception as error:
-        line.send(Broken(f"{type(error).__name__}: {error}"))
+        channel.send(Broken(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None
     else:
-        span = Span(start, time.perf_counter(), drafter.rows_fed - fed, drafter.prompts_read())
-        line.send(RoundDrafted(work.ticket, made, span))
+        span = Span(start, time.perf_counter(), drafter.rows_fed - fed, drafter.prefill_counts())
+        channel.send(RoundDrafted(work.ticket, made, span))
 
 
 class _Parent:
     """Hears what the parent says of the round while it is drafted; whatever else it says is kept for later."""
 
-    def __init__(self, line: Line, ticket: int, backlog: deque[WireMessage]) -> None:
-        self._line = line
+    def __init__(self, channel: Channel, ticket: int, backlog: deque[WireMessage]) -> None:
+        self._channel = channel
         self._ticket = ticket
         self._backlog = backlog
         self._target_done = self._wants_answer = False
@@ -151,7 +151,7 @@ class _Parent:
         return self._wants_answer
 
     def _hear(self) -> None:
-        while not self._wants_answer and (message := self._line.look()) is not None:
+        while not self._wants_answer and (message := self._channel.look()) is not None:
             self._target_done |= message == TargetDone(self._ticket)
             self._wants_answer |= message == Enough(self._ticket)
             if not isinstance(message, TargetDone | Enough):

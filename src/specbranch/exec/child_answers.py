@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Reached, Read, Span, Sparse
+from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Prefill, Reached, Span, Sparse
 from specbranch.core.runner import MOST_ENTRIES
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import LOOKS, Node, Tree
@@ -54,7 +54,7 @@ class Asked:
                     self._check_branches(branches, session, order)
                 case Grow() as order, Tree() as tree:
                     self._check_tree(tree, order)
-                case Read() as order, Reached(tokens):
+                case Prefill() as order, Reached(tokens):
                     _expect(0 <= tokens <= len(order.on), f"{tokens} tokens read of {len(order.on)}")
                 case order, _:
                     raise BadAnswer(f"a {type(what).__name__} for a {type(order).__name__}")

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Read, Span
+from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Prefill, Span
 from specbranch.core.trees import Tree
 
 TIMES = 3.0  # a round waits for so many times what the work should take …
 TIMES_LOST = 8.0  # … and a worker that takes so many times as long is lost
-READING = 1.0  # seconds of reading a text that a round takes into account; for more it does not wait
+READING = 1.0  # seconds of prefill that a round takes into account; for more it does not wait
 UNMEASURED_TOKEN = 0.02  # seconds for each token of a text, as long as none was timed
-PIECE = 256  # tokens: a worker reads whole pieces of a prompt, and no runner has longer ones
-READS = 64  # tokens from which on a round tells what reading takes
+LONGEST_CHUNK = 256  # tokens: a worker reads whole chunks of a prompt, and no runner has longer ones
+READS = 64  # tokens from which on a round shows what prefill takes
 FASTER, SLOWER = 0.1, 0.5  # how much of a new time is believed; what is too short does more harm
 
 
@@ -85,8 +85,8 @@ def _smoothed(before: float | None, now: float) -> float:
 
 
 def _to_read(order: DraftOrder) -> int:
-    unread = len(order.on.tail)
-    return min(unread, max(order.most, PIECE)) if isinstance(order, Read) else unread
+    uncomputed = len(order.on.tail)
+    return min(uncomputed, max(order.most, LONGEST_CHUNK)) if isinstance(order, Prefill) else uncomputed
 
 
 def _steps(order: DraftOrder) -> int:
@@ -95,7 +95,7 @@ def _steps(order: DraftOrder) -> int:
             return max(order.plan.length, 1)
         case Grow():
             return max(order.growth.deepest, 1)  # about as many, unless it is broad
-        case Read():
+        case Prefill():
             return 0
 
 

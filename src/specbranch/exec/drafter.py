@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from specbranch.core.costs import MOST_UNREAD
-from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Reached, Read, Sparse
+from specbranch.core.costs import MOST_UNCOMPUTED
+from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Prefill, Reached, Sparse
 from specbranch.core.runner import Ask, Done, Feed, Lanes, NoNumber, Proposal, RunsAhead
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Tree
@@ -76,7 +76,11 @@ class Drafter(Worker):
         return {
             **(self._branches(chains, done, announce) if chains else {}),
             **(self._trees(trees, done) if trees else {}),
-            **{session: self._reached(session, order) for session, order in orders.items() if isinstance(order, Read)},
+            **{
+                session: self._reached(session, order)
+                for session, order in orders.items()
+                if isinstance(order, Prefill)
+            },
         }
 
     def make_ready(self, session: int, done: Done) -> None:
@@ -86,14 +90,14 @@ class Drafter(Worker):
 
     def read_ahead(self, session: int, on: Context) -> None:
         """Read a text behind which a tree is to grow next, where that needs not be waited for."""
-        if self.grows_trees is None or not self.lets_grow or len(on.tail) > MOST_UNREAD:
+        if self.grows_trees is None or not self.lets_grow or len(on.tail) > MOST_UNCOMPUTED:
             return
         with suppress(CacheFull), self.releasing(session):
             if not self._out_of_reach(session, on, 1):
                 rest, _ = self.settle(session, on, NO_TREE)
                 self.runner.demand(session, len(rest))
                 if self.grows_trees.read_ahead(Feed(session, tuple(rest), chain_after(ROOT, 0, len(rest)))):
-                    self.commit_line(session, range(len(rest)))
+                    self.commit_path(session, range(len(rest)))
 
     @property
     def begun(self) -> Callable[[], float] | None:
@@ -111,8 +115,8 @@ class Drafter(Worker):
         _check(proposal.confidence for proposal in found)
         return found
 
-    def _reached(self, session: int, order: Read) -> Reached:
-        """Read on in a text; of one that the draft cannot read or hold nothing is left to be read in pieces."""
+    def _reached(self, session: int, order: Prefill) -> Reached:
+        """Read on in a text; of one that the draft cannot read or hold nothing is left to be read in chunks."""
         with suppress(CacheFull), self.releasing(session):
             if not self._out_of_reach(session, order.on, 0):
                 return Reached(self.read(session, order))
@@ -147,27 +151,27 @@ class Drafter(Worker):
         cannot read is left out."""
         work: list[Feed] = []
         asks: list[Ask] = []
-        lines: dict[int, list[int]] = {}
+        paths: dict[int, list[int]] = {}
         for session, order in orders.items():
             with suppress(CacheFull), self.releasing(session):  # a text there is no memory for goes on without a draft
                 if not self._out_of_reach(session, order.on, order.plan.length):
-                    feed, line = self._aligned(session, order)
+                    feed, path = self._aligned(session, order)
                     work.append(feed)
-                    lines[session] = line
-                    asks += _asks(session, order, line)
+                    paths[session] = path
+                    asks += _asks(session, order, path)
         answers = iter(self.propose(work, asks))
         # all but the pending tokens join the prefix, so that the next order can build on them
-        for session, line in lines.items():
-            self.runner.keep(session, line[1:], len(line) - 1 - orders[session].pending)
-        return [lane for session in lines for lane in self._opened(session, orders[session], answers)]
+        for session, path in paths.items():
+            self.runner.keep(session, path[1:], len(path) - 1 - orders[session].pending)
+        return [lane for session in paths for lane in self._opened(session, orders[session], answers)]
 
     def _aligned(self, session: int, order: Draft) -> tuple[Feed, list[int]]:
-        """Return what is to be fed of an order's context, and the nodes of its line once that is done, ROOT first."""
+        """Return what is to be fed of an order's context, and the nodes of its path once that is done, ROOT first."""
         end, rest = self.align(session, order.on, order.pending)
         tail = len(self.slots(session).tokens)
         self.runner.demand(session, len(rest))
-        line = [ROOT, *self.slots(session).path(end), *range(tail, tail + len(rest))]
-        return Feed(session, tuple(rest), chain_after(end, tail, len(rest))), line
+        path = [ROOT, *self.slots(session).path(end), *range(tail, tail + len(rest))]
+        return Feed(session, tuple(rest), chain_after(end, tail, len(rest))), path
 
     def _out_of_reach(self, session: int, on: Context, length: int) -> bool:
         """Whether the text has outgrown a draft with a shorter context or a smaller vocabulary; it goes on without
@@ -207,7 +211,7 @@ class Drafter(Worker):
         return self._that_fit(growing)
 
     def _that_fit(self, lanes: list[Lane]) -> list[Lane]:
-        """Leave out the lanes for which the tail has no place left; they end where they are."""
+        """Leave out the lanes for which the tail has no KV slot left; they end where they are."""
         room = {lane.session: self.slots(lane.session).room for lane in lanes}
         fitting: list[Lane] = []
         for lane in lanes:
@@ -262,15 +266,15 @@ def _check(numbers: Iterable[float]) -> None:
         raise NoNumber("it is sure of its tokens to a degree that is no number")
 
 
-def _asks(session: int, order: Draft, line: list[int]) -> list[Ask]:
+def _asks(session: int, order: Draft, path: list[int]) -> list[Ask]:
     """What is asked at the nodes where an order's lanes begin."""
-    plan, start = order.plan, len(line) - 1 - order.pending
+    plan, start = order.plan, len(path) - 1 - order.pending
     if plan.length < 1:
         return []
     if not plan.forks:
-        return [Ask(session, line[start + order.pending], measure=plan.measure, attempt=order.number)]
+        return [Ask(session, path[start + order.pending], measure=plan.measure, attempt=order.number)]
     return [
-        Ask(session, line[start + after], width, plan.heads, plan.measure, order.number) for after, width in plan.forks
+        Ask(session, path[start + after], width, plan.heads, plan.measure, order.number) for after, width in plan.forks
     ]
 
 

@@ -1,7 +1,7 @@
 """Growing trees: carries out Grow orders of several sessions in step, a forward a step for all their nodes.
 
 Owns which nodes are read next; what that is worth is said by the order. Invariant: a tree that comes back holds what
-was ordered, and every node of it that is marked as read has its place in the cache.
+was ordered, and every node of it that is marked as read is a node of the KV cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specbranch.exec.worker import Worker, chain_after
 
 
 class _GrowingOrder:
-    """One session's tree while it grows: `places` are the cache's nodes of those that were read."""
+    """One session's tree while it grows: `held_nodes` are the cache's nodes of those that were read."""
 
     def __init__(self, worker: Worker, session: int, order: Grow) -> None:
         self.worker, self.session, self.order = worker, session, order
@@ -27,12 +27,12 @@ class _GrowingOrder:
         self.growth = order.growth if order.growth.deepest <= within else replace(order.growth, deepest=within)
         self.rest, held = worker.settle(session, order.on, order.tree)
         self.growing = GrowingTree(order.tree)
-        self.places: dict[int, int] = {ROOT: ROOT, **held}
+        self.held_nodes: dict[int, int] = {ROOT: ROOT, **held}
         self.growing.nodes = [
             node if node.fed == (n in held) else node._replace(fed=n in held) for n, node in enumerate(order.tree.nodes)
         ]
 
-    def unread_text(self) -> Feed:
+    def uncomputed_text(self) -> Feed:
         """What has to be read of the text before anything can grow."""
         if self.rest:
             self.growing.steps.append(len(self.rest))
@@ -41,25 +41,27 @@ class _GrowingOrder:
     def commit_text(self) -> None:
         """Commit what was unread of the text, now that it is read."""
         if self.rest:
-            self.worker.commit_line(self.session, range(len(self.rest)))
+            self.worker.commit_path(self.session, range(len(self.rest)))
 
     def readable(self) -> list[tuple[int, float]]:
         """What may be read next, and what it promises, best first."""
         return self.growing.readable(self.growth)[: self.worker.slots(self.session).room]
 
     def feed(self, numbers: list[int]) -> Feed:
-        """Give nodes their places; returns the work of a step."""
+        """Add nodes to the KV cache; returns the work of a step."""
         nodes = self.growing.nodes
         work = Feed(
-            self.session, tuple(nodes[n].token for n in numbers), tuple(self.places[nodes[n].parent] for n in numbers)
+            self.session,
+            tuple(nodes[n].token for n in numbers),
+            tuple(self.held_nodes[nodes[n].parent] for n in numbers),
         )
-        self.places.update((n, place) for place, n in enumerate(numbers, len(self.worker.slots(self.session).tokens)))
+        self.held_nodes.update((n, node) for node, n in enumerate(numbers, len(self.worker.slots(self.session).tokens)))
         self.growing.feed(numbers)
         return work
 
-    def ask(self, place: int) -> Ask:
+    def ask(self, node: int) -> Ask:
         """Ask what the draft proposes after a node of the cache."""
-        return Ask(self.session, place, self.growth.children, "top", attempt=self.order.number)
+        return Ask(self.session, node, self.growth.children, "top", attempt=self.order.number)
 
     def add_candidates(self, number: int, proposal: Proposal) -> None:
         """Take in what the draft proposes."""
@@ -70,7 +72,7 @@ class _GrowingOrder:
         runner = self.worker.grows_trees
         if not self.worker.lets_grow or runner is None:
             return None
-        held = {n: place for n, place in self.places.items() if n != ROOT}
+        held = {n: node for n, node in self.held_nodes.items() if n != ROOT}
         tree = Tree(tuple(self.growing.nodes), self.growing.read)
         growing = Growing(self.session, tuple(self.rest), tree, held, self.growth, self.order.receiver)
         grown = runner.grow(growing, done if self.order.until_target else self.worker.enough)
@@ -90,7 +92,7 @@ def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tr
         _note_absent(trees, {tree.session for tree, _ in steps})
         work = [tree.feed(numbers) for tree, numbers in steps]
         read = [(tree, n) for tree, numbers in steps for n in numbers]
-        proposals = worker.propose(work, [tree.ask(tree.places[n]) for tree, n in read])
+        proposals = worker.propose(work, [tree.ask(tree.held_nodes[n]) for tree, n in read])
         for (tree, n), proposal in zip(read, proposals, strict=True):
             tree.add_candidates(n, proposal)
     return {tree.session: tree.growing.tree() for tree in trees}
@@ -112,7 +114,7 @@ def _read_texts(worker: Worker, trees: list[_GrowingOrder]) -> float:
         return 0.0
     unasked = [tree for tree in trees if not tree.growing.read]
     proposals = worker.propose(
-        [tree.unread_text() for tree in trees], [tree.ask(len(tree.rest) - 1) for tree in unasked]
+        [tree.uncomputed_text() for tree in trees], [tree.ask(len(tree.rest) - 1) for tree in unasked]
     )
     for tree in trees:
         tree.commit_text()

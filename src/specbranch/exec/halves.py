@@ -10,13 +10,13 @@ from collections.abc import Callable, Container, Mapping
 from math import inf
 from typing import Literal
 
-from specbranch.core.loop import Places
+from specbranch.core.loop import KVSlots
 from specbranch.core.orders import (
     Branch,
     Drafted,
     DraftOrder,
     Orders,
-    Read,
+    Prefill,
     Reports,
     Span,
     Verdict,
@@ -56,7 +56,7 @@ class Stretch:
         """How long it took, once the work is done."""
         begun = max(self._begun(), self._after)
         rows = self._worker.rows_fed - self._fed
-        return Span(begun, max(self._ended(), begun), rows, self._worker.prompts_read())
+        return Span(begun, max(self._ended(), begun), rows, self._worker.prefill_counts())
 
 
 class Verifying:
@@ -71,7 +71,7 @@ class Verifying:
         orders: Mapping[int, Verify],
         heads: Mapping[int, Branch] | None,
         stretch: Stretch,
-        reads: Mapping[int, Read] | None = None,
+        reads: Mapping[int, Prefill] | None = None,
     ) -> None:
         """Start the target; `heads` as for `Verifier.score`. It reads on in texts last: memory is for those first who
         are under way."""
@@ -84,7 +84,7 @@ class Verifying:
             self._scored, self.failed = target.score(orders, heads)
             stretch.begin(target.begun)
         if reads:
-            self.reached, short = target.read_on(reads)
+            self.reached, short = target.prefill(reads)
             self.failed |= short
         if orders or reads:
             self._launched()
@@ -134,17 +134,17 @@ def parted(orders: Mapping[int, Orders]) -> tuple[dict[int, DraftOrder], dict[in
     return drafts, {session: order.verify for session, order in orders.items() if order.verify}
 
 
-def places_of(target: Worker, draft: Worker | None = None) -> tuple[Places, ...]:
-    """The places of the workers' models, of those that count them."""
+def kv_slots_of(target: Worker, draft: Worker | None = None) -> tuple[KVSlots, ...]:
+    """The KV slots of the workers' models, of those that count them."""
     workers: tuple[tuple[Literal["target", "draft"], Worker | None], ...] = (("target", target), ("draft", draft))
     return tuple(
-        Places(of, total, worker.runner.places_free, worker.runner.page)
+        KVSlots(of, total, worker.runner.kv_slots_free, worker.runner.page)
         for of, worker in workers
-        if worker is not None and (total := worker.runner.places)
+        if worker is not None and (total := worker.runner.kv_slots)
     )
 
 
-def reads_of(orders: Mapping[int, Orders]) -> dict[int, Read]:
+def prefills_of(orders: Mapping[int, Orders]) -> dict[int, Prefill]:
     """What the target is to read and nothing is asked about."""
     return {session: order.read for session, order in orders.items() if order.read}
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from specbranch.core.loop import DraftState, Places
+from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span
 from specbranch.core.request import Request
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.child_answers import Asked, BadAnswer
 from specbranch.exec.child_speed import ChildLimits, ChildSpeed, amount_of
-from specbranch.exec.halves import Stretch, do_meanwhile, parted, places_of, reads_of, reports_of
+from specbranch.exec.halves import Stretch, do_meanwhile, kv_slots_of, parted, prefills_of, reports_of
 from specbranch.exec.link import Link, LinkLost
 from specbranch.exec.messages import (
     Broken,
@@ -40,7 +40,7 @@ from specbranch.exec.messages import (
     WireMessage,
     Work,
 )
-from specbranch.exec.serial import told_whole
+from specbranch.exec.serial import sent_whole
 from specbranch.exec.verifier import Scored, Verifier
 from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
 
@@ -171,7 +171,7 @@ class Process:
         work = self._begin(drafts)
         timed = Stretch(self.target, self.now)
         scored, failed = self.target.score(verifies)
-        reached, short = self.target.read_on(reads_of(orders))
+        reached, short = self.target.prefill(prefills_of(orders))
         do_meanwhile(orders)
         self._await_heads(work, scored)
         verdicts = self.target.judge(scored, _in_time(work).heads or {})
@@ -183,9 +183,9 @@ class Process:
         lost = drafts if answer.made is None else ()
         return reports_of(orders, answer.made or {}, verdicts, failed | short, answer.span, timed.span(), lost, reached)
 
-    def places(self) -> tuple[Places, ...]:
-        """The places of the target, if it counts them; those of the child are not known here."""
-        return places_of(self.target)
+    def kv_slots(self) -> tuple[KVSlots, ...]:
+        """The KV slots of the target, if it counts them; those of the child are not known here."""
+        return kv_slots_of(self.target)
 
     def leave(self, session: int) -> None:
         """Free what a session holds."""
@@ -321,7 +321,7 @@ class Process:
         if work.late:
             self._work = None
             return
-        work.orders = told_whole(work.orders, sessions)
+        work.orders = sent_whole(work.orders, sessions)
         self._allow(work)
         self._post(Work(work.ticket, work.orders))
         if work.target_done:  # sent before, but not of this work

@@ -14,12 +14,12 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
-from specbranch.core.loop import DraftState, Places
+from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Reports, Verdict, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Done
 from specbranch.exec.drafter import Announce, Drafter
-from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, parted, places_of, reads_of, reports_of
+from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, kv_slots_of, parted, prefills_of, reports_of
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker, never
 
@@ -54,15 +54,15 @@ class Serial:
         heads: dict[int, Branch] = {}
         made, drafting = self._drafted(self._received(drafts, verifies), never, heads.update)
         timed = self._stretch(self.target)
-        verifying = Verifying(self.target, verifies, heads, timed, reads_of(orders))
+        verifying = Verifying(self.target, verifies, heads, timed, prefills_of(orders))
         do_meanwhile(orders)
         verdicts = verifying.judged(partial(self._read_ahead, verifies))
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)
 
-    def places(self) -> tuple[Places, ...]:
-        """The places of each model that counts them."""
-        return places_of(self.target, self.draft)
+    def kv_slots(self) -> tuple[KVSlots, ...]:
+        """The KV slots of each model that counts them."""
+        return kv_slots_of(self.target, self.draft)
 
     @property
     def draft_state(self) -> DraftState:
@@ -140,9 +140,9 @@ def draft_or_whole(
 ) -> dict[int, Drafted]:
     """Draft; a worker that has lost a sequence is told it whole."""
     stale = {session for session, order in orders.items() if drafter.stale(session, order.on)}
-    return drafter.draft(told_whole(orders, stale), done, announce)
+    return drafter.draft(sent_whole(orders, stale), done, announce)
 
 
-def told_whole(orders: Mapping[int, DraftOrder], stale: Container[int]) -> dict[int, DraftOrder]:
+def sent_whole(orders: Mapping[int, DraftOrder], stale: Container[int]) -> dict[int, DraftOrder]:
     """Return the orders, those of the stale sessions with everything that came before."""
     return {session: replace(o, on=o.on.whole()) if session in stale else o for session, o in orders.items()}

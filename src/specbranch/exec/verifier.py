@@ -3,7 +3,7 @@ is.
 
 Owns the target's side of a round, in two halves: `score` starts the model, `judge` takes its verdicts once a sampled
 head is known. Between them heads may be told (`tell`), so that a device goes on with judging by itself. Invariant:
-after a verdict the target's cache holds the accepted path as committed prefix, token i at place i.
+after a verdict the target's cache holds the accepted path as committed prefix, token i in KV slot i.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specbranch.core.forecast import Forecaster
-from specbranch.core.orders import UNREAD, Aside, Branch, Context, Read, Receiver, Verdict, Verify
+from specbranch.core.orders import NO_PREFILL, Aside, Branch, Context, Prefill, Receiver, Verdict, Verify
 from specbranch.core.runner import NO_TOKEN, Feed, Head, Judged, ReceivesTrees, Runner, Trial, Verdicts
 from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT
@@ -31,7 +31,7 @@ class Scored:
     a sampled head."""
 
     judged: tuple[Trial, ...]
-    told: tuple[Trial, ...]
+    guessed: tuple[Trial, ...]
     verdicts: Verdicts
     waiting: tuple[Trial, ...]
     last: Verdicts | None = None  # of those that waited, once they were told their heads
@@ -56,7 +56,7 @@ class Verifier(Worker):
     @property
     def begun(self) -> Callable[[], float] | None:
         """When the last verification began, which may be before it was asked for; nothing: when it was."""
-        read = any(held.prompt is not UNREAD for held in self._held.values())  # before that step, in the same order
+        read = any(held.prompt is not NO_PREFILL for held in self._held.values())  # before that step, in the same order
         return self._receives.begun if self._receives and not read else None
 
     def receiver(self, session: int, on: Context, sending: SendingLater) -> Receiver | None:
@@ -76,7 +76,7 @@ class Verifier(Worker):
         """
         work: list[Feed] = []
         trials: list[Trial] = []
-        told: list[Trial] = []
+        guessed: list[Trial] = []
         failed: dict[int, SpecBranchError] = {}
         for session, order in orders.items():
             try:
@@ -87,13 +87,13 @@ class Verifier(Worker):
             else:
                 work += [feed] if feed.tokens else []
                 trials.append(_with_head(trial, heads or {}))
-                told += _told(trial)
+                guessed += _guesses(trial)
         waiting = tuple(trial for trial in trials if heads is None and self.request(trial.seq).by_ratio)
         judged = tuple(trial for trial in trials if heads is not None or not self.request(trial.seq).by_ratio)
         self._count(work)
-        return Scored(judged, tuple(told), self.runner.verify(work, (*judged, *told)), waiting), failed
+        return Scored(judged, tuple(guessed), self.runner.verify(work, (*judged, *guessed)), waiting), failed
 
-    def read_on(self, orders: Mapping[int, Read]) -> tuple[dict[int, int], dict[int, SpecBranchError]]:
+    def prefill(self, orders: Mapping[int, Prefill]) -> tuple[dict[int, int], dict[int, SpecBranchError]]:
         """Read on in texts of which nothing is asked yet; returns how much is held of each, and who cannot be
         served."""
         reached: dict[int, int] = {}
@@ -119,7 +119,7 @@ class Verifier(Worker):
         assert scored.last
         judged = [*found[: len(scored.judged)], *scored.last()]
         said: dict[int, list[int]] = {}
-        for trial, one in zip(scored.told, found[len(scored.judged) :], strict=True):
+        for trial, one in zip(scored.guessed, found[len(scored.judged) :], strict=True):
             said.setdefault(trial.seq, []).append(one.token)
         sound = [
             (trial, one)
@@ -131,8 +131,8 @@ class Verifier(Worker):
             heed(verdicts)
         for trial, one in sound:
             if not one.kept:
-                line = trial.line(one.path)
-                self.runner.keep(trial.seq, line, len(line))
+                kept = trial.nodes_on(one.path)
+                self.runner.keep(trial.seq, kept, len(kept))
         return verdicts
 
     def margin(self, session: int, tokens: Sequence[int], first: int, second: int) -> float:
@@ -165,27 +165,27 @@ class Verifier(Worker):
         trial = Trial(session, order, root, nodes, None, logprobs, wants_forecast, order.allowed)
         return Feed(session, (*rest, *order.tokens, *aside.tokens), (*chain_after(ROOT, 0, len(rest)), *below)), trial
 
-    def _verdict(self, trial: Trial, found: Judged, told: tuple[int, ...]) -> Verdict:
+    def _verdict(self, trial: Trial, found: Judged, guessed: tuple[int, ...]) -> Verdict:
         signal = None
         if trial.wants_forecast and self.forecaster is not None:
             signal = self.forecaster.signal(found.said, len(trial.order.on) + len(found.path))
-        return Verdict(found.path, found.token, found.logprobs, signal, told)
+        return Verdict(found.path, found.token, found.logprobs, signal, guessed)
 
 
-def _is_finite(found: Judged, told: Sequence[int]) -> bool:
+def _is_finite(found: Judged, guessed: Sequence[int]) -> bool:
     """Whether every row that was looked at has finite scores; one that is not spoils all log-probabilities of its row,
     even if no token of it could be chosen."""
-    return NO_TOKEN not in (found.token, *told) and not any(math.isnan(one.logprob) for one in found.logprobs or ())
+    return NO_TOKEN not in (found.token, *guessed) and not any(math.isnan(one.logprob) for one in found.logprobs or ())
 
 
-def _told(trial: Trial) -> list[Trial]:
+def _guesses(trial: Trial) -> list[Trial]:
     """Ask for the target's token after those nodes aside of which it is to be told: each is a trial of nothing at
     that node."""
     aside, first = trial.order.aside, trial.root + 1 + len(trial.nodes)
     if aside is None:
         return []
     on = len(trial.order.on)
-    return [Trial(trial.seq, Verify(Context(on + aside.depth(node), ())), first + node, ()) for node in aside.told]
+    return [Trial(trial.seq, Verify(Context(on + aside.depth(node), ())), first + node, ()) for node in aside.guessed]
 
 
 def _with_head(trial: Trial, heads: Mapping[int, Branch]) -> Trial:

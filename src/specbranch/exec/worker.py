@@ -1,7 +1,7 @@
 """A worker's hold on its sequences: what the model has read, and how to bring that in line with an order.
 
 Owns `align`, the one operation behind branch choice, rollback, retry and recovery. Invariants: after `align` the tail
-holds exactly the line the order states, the committed part of it in the prefix, and every fed node can still be asked
+holds exactly the path the order states, the committed part of it in the prefix, and every fed node can still be asked
 about, also where the order was carried out before, in part or whole. Whether a token is read as part of the prompt or
 as a step hangs on its position and the prompt's length alone.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import lcm
 
-from specbranch.core.orders import UNREAD, Context, PromptRead, Read
+from specbranch.core.orders import NO_PREFILL, Context, Prefill, PrefillCount
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Done, Feed, GrowsTrees, Proposal, Runner, RunsAhead
 from specbranch.core.slots import ROOT, Slots
@@ -35,7 +35,7 @@ class Holding:
 
     request: Request
     out_of_reach: bool = False  # the text holds what this model cannot read
-    prompt: PromptRead = UNREAD  # since it was last told
+    prompt: PrefillCount = NO_PREFILL  # since it was last told
 
 
 class Worker:
@@ -61,11 +61,11 @@ class Worker:
         if self._held.pop(session, None):
             self.runner.close(session)
 
-    def prompts_read(self) -> dict[int, PromptRead]:
+    def prefill_counts(self) -> dict[int, PrefillCount]:
         """Return what was read of the sessions' prompts since this was last asked."""
-        found = {session: held.prompt for session, held in self._held.items() if held.prompt is not UNREAD}
+        found = {session: held.prompt for session, held in self._held.items() if held.prompt is not NO_PREFILL}
         for session in found:
-            self._held[session].prompt = UNREAD
+            self._held[session].prompt = NO_PREFILL
         return found
 
     def stale(self, session: int, on: Context) -> bool:
@@ -76,12 +76,12 @@ class Worker:
     def align(self, session: int, on: Context, pending: int = 0) -> tuple[int, list[int]]:
         """Bring the cache in line with `on`, whose last `pending` tokens are uncommitted.
 
-        Returns the node the line ends at so far (ROOT: the prefix) and the tokens still to be fed after it.
+        Returns the node the path ends at so far (ROOT: the prefix) and the tokens still to be fed after it.
         """
-        unread, path = self._unread(session, on, pending, asked=pending + 1)
-        committed = len(unread) - pending
+        uncomputed, path = self._uncomputed(session, on, pending, asked=pending + 1)
+        committed = len(uncomputed) - pending
         self.runner.keep(session, path, min(len(path), committed))
-        rest = unread[len(path) :]
+        rest = uncomputed[len(path) :]
         return len(self.slots(session).tokens) - 1, self._catch_up(session, rest, committed - len(path))
 
     def settle(self, session: int, on: Context, tree: Tree) -> tuple[list[int], dict[int, int]]:
@@ -89,29 +89,29 @@ class Worker:
 
         Returns the tokens still to be fed, and where the nodes of the tree lie that were read.
         """
-        unread, path = self._unread(session, on, 0, asked=0 if tree.read else 1)
-        rest = unread[len(path) :]
-        places = {} if rest else _places(self.slots(session), path[-1] if path else ROOT, tree)
-        kept = sorted(places.values())
+        uncomputed, path = self._uncomputed(session, on, 0, asked=0 if tree.read else 1)
+        rest = uncomputed[len(path) :]
+        held = {} if rest else _held_nodes(self.slots(session), path[-1] if path else ROOT, tree)
+        kept = sorted(held.values())
         self.runner.keep(session, [*path, *kept], len(path))
-        return self._catch_up(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
+        return self._catch_up(session, rest, len(rest)), {n: kept.index(node) for n, node in held.items()}
 
-    def read(self, session: int, order: Read) -> int:
-        """Read on in a sequence, by whole pieces of its prompt, then by steps; returns how many tokens of it are held.
+    def read(self, session: int, order: Prefill) -> int:
+        """Read on in a sequence, by whole chunks of its prompt, then by steps; returns how many tokens of it are held.
 
         Bits are those of reading it at once: both cut a prompt at the same places.
         """
         on = order.on.whole() if self.stale(session, order.on) else order.on
-        unread, path = self._unread(session, on, 0, asked=0)
+        uncomputed, path = self._uncomputed(session, on, 0, asked=0)
         self.runner.keep(session, path, len(path))
-        rest = unread[len(path) :]
+        rest = uncomputed[len(path) :]
         if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
-            self._read_prompt(session, rest[:prompt], order.most)
+            self._prefill(session, rest[:prompt], order.most)
         else:
             self._catch_up(session, rest[: order.most], len(rest[: order.most]), at_once=0)
         return len(self.slots(session).prefix)
 
-    def _unread(self, session: int, on: Context, pending: int, asked: int) -> tuple[list[int], list[int]]:
+    def _uncomputed(self, session: int, on: Context, pending: int, asked: int) -> tuple[list[int], list[int]]:
         """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry
         the first of them.
 
@@ -121,15 +121,15 @@ class Worker:
         held, settled = len(slots.prefix), len(on) - pending
         if held < on.base:
             raise Stale(f"session {session}: {held} tokens held, {on.base} presumed")
-        unread = on.tail[held - on.base :]
+        uncomputed = on.tail[held - on.base :]
         alike = on.base + _alike(slots.prefix[on.base :], on.tail)
         if min(alike, settled) < held or (asked and settled == held and not self.runner.knows(session, ROOT)):
-            unread = self._go_back(session, on, min(alike, settled - 1))
-        answered = len(unread) - asked  # of those before, nothing is asked
+            uncomputed = self._go_back(session, on, min(alike, settled - 1))
+        answered = len(uncomputed) - asked  # of those before, nothing is asked
         nodes = takewhile(
-            lambda at: at[0] < answered or self.runner.knows(session, at[1]), enumerate(slots.find(unread))
+            lambda at: at[0] < answered or self.runner.knows(session, at[1]), enumerate(slots.find(uncomputed))
         )
-        return list(unread), [node for _, node in nodes]
+        return list(uncomputed), [node for _, node in nodes]
 
     def _go_back(self, session: int, on: Context, length: int) -> tuple[int, ...]:
         """Forget all but the first tokens, of a prompt that is not whole all of it; returns what is to be read of
@@ -139,8 +139,8 @@ class Worker:
         self.runner.rewind(session, length)
         return (*before, *on.tail)[length:]
 
-    def commit_line(self, session: int, nodes: Sequence[int]) -> None:
-        """Make a line of nodes from the root part of the prefix, and forget all others."""
+    def commit_path(self, session: int, nodes: Sequence[int]) -> None:
+        """Make a path of nodes from the root part of the prefix, and forget all others."""
         self.runner.keep(session, nodes, len(nodes))
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
@@ -166,12 +166,12 @@ class Worker:
             yield
         except PoolFull:
             if before < self._prompt(session) and len(self.slots(session).prefix) > before:
-                # whole pages, as recalling may have exchanged the last one; whole pieces, so that bits stay the same
-                self.runner.rewind(session, before - before % lcm(self.runner.piece, self.runner.page))
+                # whole pages, as recalling may have exchanged the last one; whole chunks, so that bits stay the same
+                self.runner.rewind(session, before - before % lcm(self.runner.prefill_chunk, self.runner.page))
             raise
 
     def slots(self, session: int) -> Slots:
-        """The places of a session's sequence."""
+        """The KV slots of a session's sequence."""
         return self.runner.slots(session)
 
     def request(self, session: int) -> Request:
@@ -186,7 +186,7 @@ class Worker:
         """Read the prompt but for its last token, then by steps all but a few of the committed tokens; returns those
         left to feed."""
         if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
-            self._read_prompt(session, rest[:prompt])
+            self._prefill(session, rest[:prompt])
             rest, committed = rest[prompt:], committed - prompt
         while committed > at_once:
             most = max(self.slots(session).room, 1)  # without room the cache says so
@@ -194,22 +194,22 @@ class Worker:
             work = [Feed(session, tuple(rest[:count]), chain_after(ROOT, 0, count))]
             self._count(work)
             self.runner.feed(work)
-            self.commit_line(session, range(count))
+            self.commit_path(session, range(count))
             rest, committed = rest[count:], committed - count
         return rest
 
-    def _read_prompt(self, session: int, unread: Sequence[int], most: int | None = None) -> None:
+    def _prefill(self, session: int, uncomputed: Sequence[int], most: int | None = None) -> None:
         """Read on in a prompt, of which all that is unread is given: to its end, or about `most` tokens of it in whole
-        pieces, but for what the cache knows of it. All reading of prompts begins here."""
-        held, before, piece = self._held[session], self.slots(session).prefix[:], self.runner.piece
-        known = self.runner.recall(session, (*before, *unread)) - len(before)
-        end = len(unread)
+        chunks, but for what the cache knows of it. All prefill starts here."""
+        held, before, prefill_chunk = self._held[session], self.slots(session).prefix[:], self.runner.prefill_chunk
+        known = self.runner.recall(session, (*before, *uncomputed)) - len(before)
+        end = len(uncomputed)
         if most is not None:
             at = len(before) + known
-            end = min((at // piece + max(most // piece, 1)) * piece - len(before), end)
+            end = min((at // prefill_chunk + max(most // prefill_chunk, 1)) * prefill_chunk - len(before), end)
         if known < end:
-            self._extend(session, unread[known:end])
-        held.prompt = held.prompt.plus(PromptRead(read=max(end - known, 0), cached=known))
+            self._extend(session, uncomputed[known:end])
+        held.prompt = held.prompt.plus(PrefillCount(read=max(end - known, 0), cached=known))
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
         """Read a part of the prompt, about which nothing is asked."""
@@ -231,15 +231,15 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _places(slots: Slots, root: int, tree: Tree) -> dict[int, int]:
+def _held_nodes(slots: Slots, root: int, tree: Tree) -> dict[int, int]:
     """Where those nodes of a tree lie in the tail that are known to be read, if the tree hangs below `root`."""
     at = {(parent, token): node for node, (parent, token) in enumerate(zip(slots.parents, slots.tokens, strict=True))}
-    places: dict[int, int] = {}
+    held: dict[int, int] = {}
     for n, node in enumerate(tree.nodes):
-        above = root if node.parent == ROOT else places.get(node.parent)
+        above = root if node.parent == ROOT else held.get(node.parent)
         if node.fed and above is not None and (above, node.token) in at:
-            places[n] = at[above, node.token]
-    return places
+            held[n] = at[above, node.token]
+    return held
 
 
 def chain_after(node: int, tail: int, count: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@ it sees.
 
 Owns what a row sees, on every device. Invariant: a row sees its ancestors in the order of their *positions*. Those
 before `shared_end` are read where they lie, as every row of the sequence has them in common; the others, the row's own
-line, are listed place by place. Where the one ends and the other begins depends on the row's position alone, as long as
+path, are listed one by one. Where the one ends and the other begins depends on the row's position alone, as long as
 its tail is at most GROUP deep.
 """
 
@@ -17,18 +17,18 @@ import numpy as np
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.kv import Table
 
-GROUP = 32  # positions: a row's own line is its last two groups
+GROUP = 32  # positions: a row's own path is its last two groups
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """New rows of one sequence: consecutive places from `start`; `seen[i]` has bit j set where row i sees place
+    """New rows of one sequence: consecutive KV slots from `start`; `seen[i]` has bit j set where row i sees KV slot
     `prefix + j`."""
 
     table: Table
     tokens: Sequence[int]
     start: int
-    prefix: int  # places that every row sees
+    prefix: int  # KV slots that every row sees
     seen: Sequence[int]
 
     @property
@@ -41,17 +41,17 @@ class Rows:
         first = Rows(self.table, self.tokens[:count], self.start, self.prefix, self.seen[:count])
         return first, Rows(self.table, self.tokens[count:], self.start + count, self.prefix, self.seen[count:])
 
-    def places(self) -> np.ndarray:
+    def kv_slots(self) -> np.ndarray:
         """Where the rows are written, in the pool."""
         return self.table.flat(np.arange(self.start, self.start + len(self.tokens)))
 
     def behind(self) -> np.ndarray:
-        """Which places behind the prefix each row sees, itself last [rows, places]: ascending ones are in the order
+        """Which KV slots behind the prefix each row sees, itself last [rows, KV slots]: ascending ones are in the order
         of positions."""
         return _bits(self.seen, self.start + len(self.tokens) - self.prefix)
 
-    def line(self, row: int, start: int) -> np.ndarray:
-        """The places, in the sequence, of what a row sees from a position on, itself last."""
+    def path(self, row: int, start: int) -> np.ndarray:
+        """The KV slots, in the sequence, of what a row sees from a position on, itself last."""
         tail = np.flatnonzero(self.behind()[row]) + self.prefix
         return np.concatenate((np.arange(start, self.prefix), tail[max(start - self.prefix, 0) :]))
 
@@ -64,13 +64,13 @@ def rows_of_nodes(table: Table, slots: Slots, nodes: range) -> Rows:
     return Rows(
         table,
         slots.tokens[nodes.start : nodes.stop],
-        slots.place(nodes.start),
+        slots.slot_of(nodes.start),
         len(slots.prefix),
         seen[nodes.start : nodes.stop],
     )
 
 
-def rows_of_piece(table: Table, tokens: Sequence[int], start: int) -> Rows:
+def rows_of_chunk(table: Table, tokens: Sequence[int], start: int) -> Rows:
     """Describe consecutive tokens of the prefix: each sees all before it and itself."""
     return Rows(table, tokens, start, start, [(2 << row) - 1 for row in range(len(tokens))])
 

@@ -2,8 +2,8 @@
 reference on any device.
 
 Owns the arithmetic; which token lies where is decided outside and comes in as tensors. Invariants: a step waits for
-nothing. It writes the new keys and values at their rows' places before it attends, and nowhere else. A row of the tail
-reads its keys in the order of their positions, and by code that its position alone decides.
+nothing. It writes the new keys and values at their rows' KV slots before it attends, and nowhere else. A row of the
+tail reads its keys in the order of their positions, and by code that its position alone decides.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn.functional import rms_norm, silu
 
 from specbranch.core.pages import PAGE
 from specbranch.models import rope
+from specbranch.models.chunk_attention import choose_attend_chunk
 from specbranch.models.cpu.block_kernels import block_linear
 from specbranch.models.cpu.linear import Linear, choose_linear, small_linear, takes
 from specbranch.models.files.architecture import Architecture
@@ -25,35 +26,34 @@ from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.kv import Memory, gathered, put, widened
-from specbranch.models.piece_attention import choose_attend_piece
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """What rows of the tail see: the first `shared` positions in common, then each its own line, place by place in
+class OwnPaths:
+    """What rows of the tail see: the first `shared` positions in common, then each its own path, one by one in
     the pool."""
 
     pages: Sequence[int]
     most_shared: int
     shared: Tensor  # [rows]
-    own: Tensor  # [rows, longest line]
-    counts: Tensor  # [rows], of each line
+    own: Tensor  # [rows, longest path]
+    counts: Tensor  # [rows], of each path
 
 
 @dataclass(frozen=True, slots=True)
-class PieceView:
-    """What rows of a piece see: the text so far, each row what comes before it, and itself."""
+class ChunkView:
+    """What rows of a chunk see: the text so far, each row what comes before it, and itself."""
 
     pages: Tensor  # [pages]
-    end: int  # positions, with those of the piece
+    end: int  # positions, with those of the chunk
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderRows:
-    """The rows of one sequence within a step: nodes of its tail, or a piece of its text."""
+    """The rows of one sequence within a step: nodes of its tail, or a chunk of its text."""
 
     rows: int
-    sees: Lines | PieceView
+    sees: OwnPaths | ChunkView
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Step:
 
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
-    places: Tensor  # [2, rows]: the page each is written to, and the place within it
+    kv_slots: Tensor  # [2, rows]: the page each is written to, and the KV slot within it
     parts: tuple[DecoderRows, ...]
 
 
@@ -92,7 +92,7 @@ class Decoder:
         self.head = _linear(weights.reduced.matrix if weights.reduced else weights.head, dtype)
         self.head_matrix = None if weights.reduced else _held(weights.head, self.head)
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, device, dtype)
-        self.attend_piece = choose_attend_piece(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
+        self.attend_chunk = choose_attend_chunk(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
 
     def forward(self, step: Step, memory: Memory, seen: list[Tensor] | None = None) -> Tensor:
         """Run every layer, writing keys and values; returns the last hidden states [rows, hidden], not yet normed.
@@ -147,19 +147,19 @@ class Decoder:
             qk = rms_norm(qk, (self.arch.head_dim,), eps=self.arch.rms_eps) * layer.qk_norm
         qk = rope.turn(qk, *turning)
         for side, new in zip(held, (qk[:, heads:], values), strict=True):
-            put(side, step.places, new)
+            put(side, step.kv_slots, new)
         return qk[:, :heads]
 
     def _attend(self, parts: Sequence[DecoderRows], held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
         """Let the rows of each part attend to its own sequence; returns [rows, heads·head_dim]."""
-        pieces = zip(parts, torch.split(queries, [part.rows for part in parts]), strict=True)
-        seen = [self._attend_part(part.sees, held, piece) for part, piece in pieces]
+        split = zip(parts, torch.split(queries, [part.rows for part in parts]), strict=True)
+        seen = [self._attend_part(part.sees, held, rows) for part, rows in split]
         return seen[0] if len(seen) == 1 else torch.cat(seen)
 
-    def _attend_part(self, sees: Lines | PieceView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
-        if isinstance(sees, Lines):
-            return attend_lines(queries, *held, sees)
-        return self.attend_piece(
+    def _attend_part(self, sees: OwnPaths | ChunkView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
+        if isinstance(sees, OwnPaths):
+            return attend_own_paths(queries, *held, sees)
+        return self.attend_chunk(
             queries, *(widened(gathered(side, sees.pages, sees.end), queries.dtype) for side in held)
         )
 
@@ -171,29 +171,29 @@ class Decoder:
         return rms_norm(x, (self.arch.hidden,), weight, self.arch.rms_eps)
 
 
-def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, lines: Lines) -> Tensor:
-    """Attend by positions: what is shared page by page, where it lies, then each row's own line."""
+def attend_own_paths(queries: Tensor, keys: Tensor, values: Tensor, paths: OwnPaths) -> Tensor:
+    """Attend by positions: what is shared page by page, where it lies, then each row's own path."""
     rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     # [kv_heads, rows, group, head_dim]
     grouped = queries.view(rows, kv_heads, -1, head_dim).transpose(0, 1) * head_dim**-0.5
     flat = grouped.reshape(kv_heads, -1, head_dim)
-    at = lines.own // PAGE, lines.own % PAGE
+    at = paths.own // PAGE, paths.own % PAGE
     # [kv_heads, rows, own, head_dim]
     own_keys, own_values = (
         widened(whole[at[0], :, at[1]].permute(2, 0, 1, 3), queries.dtype) for whole in (keys, values)
     )
     # what lies beyond may be anything
-    ends = [min(PAGE, lines.most_shared - start) for start in range(0, lines.most_shared, PAGE)]
-    pages = [(page, end) for page, end in zip(lines.pages, ends, strict=False)]
+    ends = [min(PAGE, paths.most_shared - start) for start in range(0, paths.most_shared, PAGE)]
+    pages = [(page, end) for page, end in zip(paths.pages, ends, strict=False)]
     seen = [widened(keys[page, :, :end], queries.dtype) for page, end in pages]
     common = [(flat @ some.mT).view(kv_heads, rows, -1, some.shape[1]) for some in seen]
-    hidden = [torch.arange(lines.most_shared, device=queries.device) >= lines.shared[:, None]]
-    hidden.append(torch.arange(lines.own.shape[1], device=queries.device) >= lines.counts[:, None])
+    hidden = [torch.arange(paths.most_shared, device=queries.device) >= paths.shared[:, None]]
+    hidden.append(torch.arange(paths.own.shape[1], device=queries.device) >= paths.counts[:, None])
     scores = _wide(torch.cat((*common, grouped @ own_keys.mT), dim=-1)).masked_fill_(
         torch.cat(hidden, -1)[:, None], -torch.inf
     )
-    *shares, own = torch.split(scores.softmax(dim=-1).to(queries.dtype), [*ends, lines.own.shape[1]], dim=-1)
+    *shares, own = torch.split(scores.softmax(dim=-1).to(queries.dtype), [*ends, paths.own.shape[1]], dim=-1)
     out = own @ own_values
     for (page, end), share in zip(pages, shares, strict=True):
         found = widened(values[page, :, :end], queries.dtype)

@@ -1,7 +1,7 @@
 """The memory behind the pages of a model's cache, one pool for all its sequences.
 
-Owns where a place lies in it. Who holds which page, and what is known to lie there, is told by `core.pages`. Invariant:
-a page is one piece, all layers in it.
+Owns where a KV slot lies in it. Who holds which page, and what is known to lie there, is told by `core.pages`.
+Invariant: a page is one piece, all layers in it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from specbranch.models.files.architecture import Architecture
 
 
 class Table(PageTable):
-    """The pages of one sequence, as places in the memory."""
+    """The pages of one sequence, as KV slots in the memory."""
 
-    def flat(self, places: np.ndarray) -> np.ndarray:
-        """Where places lie in the pool, counted through all its pages."""
-        found: np.ndarray = np.asarray(self.pages, dtype=np.int64)[places // PAGE] * PAGE + places % PAGE
+    def flat(self, kv_slots: np.ndarray) -> np.ndarray:
+        """Where KV slots lie in the pool, counted through all its pages."""
+        found: np.ndarray = np.asarray(self.pages, dtype=np.int64)[kv_slots // PAGE] * PAGE + kv_slots % PAGE
         return found
 
 
@@ -45,7 +45,7 @@ class Memory:
         return both[:, 0], both[:, 1]
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy places, counted through all pages, to others, in every layer at once; the two may overlap."""
+        """Copy KV slots, counted through all pages, to others, in every layer at once; the two may overlap."""
         self.data[targets // PAGE, :, :, :, targets % PAGE] = self.data[sources // PAGE, :, :, :, sources % PAGE]
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -54,11 +54,11 @@ class Memory:
             self.data[target].copy_(self.data[source])
 
 
-def put(side: Tensor, places: Tensor, new: Tensor) -> None:
-    """Write rows [rows, kv_heads, head_dim] to the keys or the values of one layer; `places` [2, rows]: pages, and
-    places within them."""
+def put(side: Tensor, kv_slots: Tensor, new: Tensor) -> None:
+    """Write rows [rows, kv_heads, head_dim] to the keys or the values of one layer; `kv_slots` [2, rows]: pages, and
+    KV slots within them."""
     kept = _whole(new) if side.dtype is torch.int8 else new.to(side.dtype)
-    _in_words(side)[places[0], :, places[1]] = _in_words(kept)
+    _in_words(side)[kv_slots[0], :, kv_slots[1]] = _in_words(kept)
 
 
 def widened(held: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,7 +77,7 @@ def _whole(new: Tensor) -> Tensor:
 
 
 def gathered(side: Tensor, pages: Tensor, end: int) -> Tensor:
-    """Copy the first `end` places of some pages, one behind the other, from the keys or the values of one layer.
+    """Copy the first `end` KV slots of some pages, one behind the other, from the keys or the values of one layer.
 
     Returns [kv_heads, end, head_dim].
     """
@@ -97,5 +97,5 @@ def page_bytes(arch: Architecture, dtype: torch.dtype) -> int:
 
 
 def _width(arch: Architecture, dtype: torch.dtype) -> int:
-    """How many numbers of this type a head has at a place."""
+    """How many numbers of this type a head has at a KV slot."""
     return arch.head_dim + (SCALE if dtype is torch.int8 else 0)

@@ -23,7 +23,7 @@ from specbranch.models.transfer import Transfer
 # Tokens of a prompt in one forward, by the kind of device: what a round reads of it beside the rows of others, who wait
 # for that. A GPU reads 256 in little more time than a few. On a CPU time grows with each, and BLAS is the slower the
 # fewer there are: at 64 it has four fifths of its speed at 256. Compiled code has its own size, see `native`.
-PIECES = {"cpu": 64, "cuda": 256}
+PREFILL_CHUNKS = {"cpu": 64, "cuda": 256}
 ProbeNetwork = Callable[[Tensor], Tensor]  # [rows, layers·hidden + hidden] to a few numbers a row
 
 
@@ -35,7 +35,7 @@ class TorchRunner(RowRunner[TensorRow]):
     def __init__(self, vocabulary: int, device: torch.device) -> None:
         self.device = device
         self.transfer = Transfer(device)
-        self.piece = PIECES.get(device.type, PIECES["cuda"])
+        self.prefill_chunk = PREFILL_CHUNKS.get(device.type, PREFILL_CHUNKS["cuda"])
         super().__init__(TorchSampler(vocabulary, shared_noise(), self.transfer))
         self._tapped = 0  # layers whose hidden states the rows of the next forward carry
         self._probe: tuple[int, ProbeNetwork] | None = None

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from specbranch.config import WeightsName
-from specbranch.core.pages import PAGE, Copy, Pool, ReadPrompt, check_shared, pieces
+from specbranch.core.pages import PAGE, Copy, Pool, PrefilledPrompt, check_shared, chunks
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
 from specbranch.file_values import FileValues, read_object
 from specbranch.lab.inflation.recipe import Inflation, read_model
 from specbranch.lab.inflation.tensors import InflatedSource, inflated_architecture
-from specbranch.models.batch import Rows, dealt, positions_of, rows_of_nodes, rows_of_piece, shared_end, tokens_of
+from specbranch.models.batch import Rows, dealt, positions_of, rows_of_chunk, rows_of_nodes, shared_end, tokens_of
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
-from specbranch.models.decoder import Decoder, DecoderRows, Lines, PieceView, Step
+from specbranch.models.decoder import ChunkView, Decoder, DecoderRows, OwnPaths, Step
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.gguf_file import GgufFile
@@ -44,11 +44,11 @@ from specbranch.models.storage import agreed, kept_in, name_of, refuse_floats, t
 
 log = logging.getLogger("specbranch")
 
-# Tokens of a prompt in one forward of the compiled step, which is as fast in pieces of 16 as of 32 or 64, and as torch
-# is in pieces of 256: 128 tokens of SmolLM2 take 0.95 s of one core, torch's 1.04; behind 900 others 1.55 against 1.46.
-# A step of 8 rows takes 0.08 s and a piece of 16 0.12, so that a round with both is shorter than three without; with 32
+# Tokens of a prompt in one forward of the compiled step, which is as fast in chunks of 16 as of 32 or 64, and as torch
+# is in chunks of 256: 128 tokens of SmolLM2 take 0.95 s of one core, torch's 1.04; behind 900 others 1.55 against 1.46.
+# A step of 8 rows takes 0.08 s and a chunk of 16 0.12, so that a round with both is shorter than three without; with 32
 # it would not be.
-COMPILED_PIECE = 16
+COMPILED_CHUNK = 16
 
 ALIKE = 1e-3  # how near the compiled step must come to the plain one
 ROUNDED_ALIKE = (
@@ -62,7 +62,7 @@ class Held:
 
     slots: Slots
     table: Table
-    read: ReadPrompt
+    read: PrefilledPrompt
 
 
 class NativeRunner(TorchRunner):
@@ -91,7 +91,7 @@ class NativeRunner(TorchRunner):
         # The last page is for padding.
         self.memory = Memory(decoder.arch, self.pool.pages + 1, self.device, cache_dtype or self.dtype)
         self._fused = self._trusted(fuse(decoder, self.memory))
-        self.piece = self.piece if self._fused is None else COMPILED_PIECE
+        self.prefill_chunk = self.prefill_chunk if self._fused is None else COMPILED_CHUNK
         self._held: dict[int, Held] = {}
 
     @property
@@ -105,12 +105,12 @@ class NativeRunner(TorchRunner):
         return self._context_length
 
     @property
-    def places(self) -> int:
-        """How many places the cache has, for all sequences together."""
+    def kv_slots(self) -> int:
+        """How many KV slots the cache has, for all sequences together."""
         return self.pool.pages * PAGE
 
     @property
-    def places_free(self) -> int:
+    def kv_slots_free(self) -> int:
         """How many of them can be had: nobody holds them, though what lies there may be known, and no copy of a shared
         page will take them."""
         due = self.pool.copies_due(held.table for held in self._held.values())
@@ -144,7 +144,7 @@ class NativeRunner(TorchRunner):
         return looked_up(self.decoder.embedding, torch.tensor(tokens, device=self.device))
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's places."""
+        """The sequence's KV slots."""
         return self._held[seq].slots
 
     def demand(self, seq: int, count: int) -> None:
@@ -166,21 +166,21 @@ class NativeRunner(TorchRunner):
         if not self._held:
             self.pool.settle(())
         table = Table(self.pool)
-        self._held[seq] = Held(Slots(self._context_length + self.tail, self.tail), table, ReadPrompt(table))
+        self._held[seq] = Held(Slots(self._context_length + self.tail, self.tail), table, PrefilledPrompt(table))
 
     @torch.inference_mode()
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read tokens in pieces that end at multiples of `piece`, without scoring the vocabulary."""
+        """Read tokens in chunks that end at multiples of `prefill_chunk`, without scoring the vocabulary."""
         self._check_ids(tokens)
         held = self._held[seq]
         before = len(held.slots.prefix)
         try:
-            places = held.slots.extend(tokens)
-            self._reach(held, places.start, places.stop)
-            for start, stop in pieces(places, self.piece):
-                self._store(held.table, tokens[start - places.start : stop - places.start], start)
+            kv_slots = held.slots.extend(tokens)
+            self._reach(held, kv_slots.start, kv_slots.stop)
+            for start, stop in chunks(kv_slots, self.prefill_chunk):
+                self._store(held.table, tokens[start - kv_slots.start : stop - kv_slots.start], start)
                 if self.prefix_cache:
-                    held.read.note(held.slots.prefix, start, stop, self.piece)
+                    held.read.note(held.slots.prefix, start, stop, self.prefill_chunk)
         except BaseException:
             self._give_up(seq, before)
             raise
@@ -189,8 +189,8 @@ class NativeRunner(TorchRunner):
         held = self._held[seq]
         before = len(held.slots.prefix)
         try:
-            places = held.read.recall(tokens, before, self.piece)
-            held.slots.extend(tokens[before:places])
+            kv_slots = held.read.recall(tokens, before, self.prefill_chunk)
+            held.slots.extend(tokens[before:kv_slots])
         except BaseException:
             self._give_up(seq, before)
             raise
@@ -200,7 +200,7 @@ class NativeRunner(TorchRunner):
         held = self._held[seq]
         if len(held.slots.prefix) > length:
             self._rewind(seq, length)
-        held.read.cut(length, self.piece)  # an interrupt may have come between the two
+        held.read.cut(length, self.prefill_chunk)  # an interrupt may have come between the two
         held.table.shrink(len(held.slots))
         self._settle()
 
@@ -221,9 +221,11 @@ class NativeRunner(TorchRunner):
         held.table.shrink(len(held.slots))
 
     def _rewind(self, seq: int, length: int) -> None:
-        """Forget places; what lies there is written over later."""
+        """Forget KV slots; what lies there is written over later."""
         held = self._held[seq]
-        held.read.cut(length, self.piece)  # first, as an interrupt may come: more than is held must never be believed
+        held.read.cut(
+            length, self.prefill_chunk
+        )  # first, as an interrupt may come: more than is held must never be believed
         held.slots.truncate(length)
         held.table.shrink(length)
 
@@ -231,12 +233,12 @@ class NativeRunner(TorchRunner):
         self._held.pop(seq).table.shrink(0)
 
     def _move(self, seq: int, moves: np.ndarray, first: int) -> None:
-        """Copy places of the pool, those of the first row to those of the second; `first` is the lowest of these in
+        """Copy KV slots of the pool, those of the first row to those of the second; `first` is the lowest of these in
         the sequence."""
         self.memory.move(*self.transfer.up({"moves": moves})["moves"])
 
     def _reach(self, held: Held, start: int, stop: int) -> None:
-        """Have pages for the places up to `stop`, those from `start` on, which are to be written, nobody else's."""
+        """Have pages for the KV slots up to `stop`, those from `start` on, which are to be written, nobody else's."""
         try:
             held.table.reserve(start, stop, self._copy)
         except BaseException:
@@ -305,11 +307,11 @@ class NativeRunner(TorchRunner):
             )
 
     def _store(self, table: Table, tokens: Sequence[int], start: int) -> None:
-        """Read a piece."""
+        """Read a chunk."""
         if self._fused and len(tokens) <= STEP_ROWS:
-            self._fused.store([rows_of_piece(table, tokens, start)])
+            self._fused.store([rows_of_chunk(table, tokens, start)])
         else:
-            self.decoder.store(self._piece_step(table, tokens, start), self.memory)
+            self.decoder.store(self._chunk_step(table, tokens, start), self.memory)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
         """Score all rows; returns logits and, where they are tapped, hidden states."""
@@ -332,49 +334,49 @@ class NativeRunner(TorchRunner):
 
     def _step(self, work: Sequence[Rows]) -> Step:
         """Bring rows of tails to the device."""
-        own = [_line_arrays(rows) for rows in work]
+        own = [_path_arrays(rows) for rows in work]
         arrays = {f"{name} {number}": array for number, part in enumerate(own) for name, array in part.items()}
-        places = _page_and_place(np.concatenate([rows.places() for rows in work]))
+        kv_slots = _page_and_slot(np.concatenate([rows.kv_slots() for rows in work]))
         sent = self.transfer.up(
-            {"tokens": tokens_of(work), "positions": positions_of(work), "places": places, **arrays}
+            {"tokens": tokens_of(work), "positions": positions_of(work), "kv_slots": kv_slots, **arrays}
         )
         parts = [
             _part(rows, {name: sent[f"{name} {number}"] for name in own[number]}) for number, rows in enumerate(work)
         ]
-        return Step(sent["tokens"], sent["positions"], sent["places"], tuple(parts))
+        return Step(sent["tokens"], sent["positions"], sent["kv_slots"], tuple(parts))
 
-    def _piece_step(self, table: Table, tokens: Sequence[int], start: int) -> Step:
-        """Bring a piece of a text to the device, and which pages hold the text so far."""
+    def _chunk_step(self, table: Table, tokens: Sequence[int], start: int) -> Step:
+        """Bring a chunk of a text to the device, and which pages hold the text so far."""
         end = start + len(tokens)
-        places, pages = table.flat(np.arange(start, end)), np.array(table.pages[: -(-end // PAGE)], dtype=np.int64)
+        kv_slots, pages = table.flat(np.arange(start, end)), np.array(table.pages[: -(-end // PAGE)], dtype=np.int64)
         sent = self.transfer.up(
-            {"tokens": np.array(tokens, dtype=np.int64), "places": _page_and_place(places), "pages": pages}
+            {"tokens": np.array(tokens, dtype=np.int64), "kv_slots": _page_and_slot(kv_slots), "pages": pages}
         )
         positions = torch.arange(start, end, device=self.device)
         return Step(
-            sent["tokens"], positions, sent["places"], (DecoderRows(len(tokens), PieceView(sent["pages"], end)),)
+            sent["tokens"], positions, sent["kv_slots"], (DecoderRows(len(tokens), ChunkView(sent["pages"], end)),)
         )
 
 
-def _page_and_place(flat: np.ndarray) -> np.ndarray:
-    """Which page places of the pool lie in, and where in it [2, places]."""
+def _page_and_slot(flat: np.ndarray) -> np.ndarray:
+    """Which page KV slots of the pool lie in, and where in it [2, KV slots]."""
     return np.stack(np.divmod(flat, PAGE))
 
 
-def _line_arrays(rows: Rows) -> Arrays:
-    """How many positions each row reads in common, the places of its own line, and how many those are."""
+def _path_arrays(rows: Rows) -> Arrays:
+    """How many positions each row reads in common, the KV slots of its own path, and how many those are."""
     shared = np.array([shared_end(position, rows.prefix) for position in rows.positions])
-    lines = [rows.table.flat(rows.line(row, start)) for row, start in enumerate(shared)]
-    own, counts = np.zeros((len(lines), max(map(len, lines))), dtype=np.int64), np.array([len(line) for line in lines])
-    for held, line in zip(own, lines, strict=True):
-        held[: len(line)], held[len(line) :] = line, line[0]
+    paths = [rows.table.flat(rows.path(row, start)) for row, start in enumerate(shared)]
+    own, counts = np.zeros((len(paths), max(map(len, paths))), dtype=np.int64), np.array([len(path) for path in paths])
+    for held, path in zip(own, paths, strict=True):
+        held[: len(path)], held[len(path) :] = path, path[0]
     return {"shared": shared, "own": own, "counts": counts}
 
 
 def _part(rows: Rows, sent: Mapping[str, Tensor]) -> DecoderRows:
     most_shared = shared_end(max(rows.positions), rows.prefix)
     return DecoderRows(
-        len(rows.tokens), Lines(rows.table.pages, most_shared, sent["shared"], sent["own"], sent["counts"])
+        len(rows.tokens), OwnPaths(rows.table.pages, most_shared, sent["shared"], sent["own"], sent["counts"])
     )
 
 
@@ -397,22 +399,22 @@ def load_native(
     """Load a model folder, a GGUF file, an inflation or a Hub id. No device: the CPU; no dtype: float32 on a CPU,
     bfloat16 elsewhere.
 
-    `weights`: how matrices are stored; nothing: in `dtype`. `cache_tokens`: places for all sequences together; nothing:
-    what there is room for. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
+    `weights`: how matrices are stored; nothing: in `dtype`. `cache_tokens`: KV slots for all sequences together;
+    nothing: what there is room for. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
     """
     located = model if isinstance(model, Located) else locate(str(model))
-    place = torch.device(device or "cpu")
+    where = torch.device(device or "cpu")
     arch, source = open_model(located)
-    weights = usual_storage(source, place) if weights is None and dtype is None else weights
-    precision, stored = agreed(dtype, weights, place)
+    weights = usual_storage(source, where) if weights is None and dtype is None else weights
+    precision, stored = agreed(dtype, weights, where)
     context = arch.choose_context(context_length, shorten=shorten)
     if stored == "stored":
         refuse_floats(source)
     size = sum(stored_kinds(source).values()) if isinstance(source, GgufFile) and stored == "stored" else None
-    kept = kept_in(cache_dtype, precision, place)
-    pages = pool_pages(arch, precision, place, context, tail, cache_tokens, size, stored, kept)
-    held = read_weights(arch, source, place, precision, stored)
-    tell(held, stored, place)
+    kept = kept_in(cache_dtype, precision, where)
+    pages = pool_pages(arch, precision, where, context, tail, cache_tokens, size, stored, kept)
+    held = read_weights(arch, source, where, precision, stored)
+    tell(held, stored, where)
     return native_runner(Decoder(arch, held, context + tail), context, tail, pages, kept)
 
 

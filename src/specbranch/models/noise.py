@@ -22,8 +22,8 @@ from specbranch.core.noise import SCALE, keys
 from specbranch.models.columns import Columns
 from specbranch.models.cpu.contenders import contenders
 
-Place = tuple[int, int, int]  # seed, sample, position
-NoiseKey = tuple[Place, Columns | None]
+DrawKey = tuple[int, int, int]  # seed, sample, position
+NoiseKey = tuple[DrawKey, Columns | None]
 ROWS = 256  # twice the tail of a cache
 BYTES = 16 * 2**20  # 85 rows of 49,152 tokens: more positions than a round touches
 
@@ -50,37 +50,37 @@ class Noise:
             ids = self._ids[device] = torch.arange(vocabulary, device=device)
         return ids[:vocabulary]
 
-    def row(self, place: Place, vocabulary: int) -> Tensor:
-        """Return −log E of the first `vocabulary` token ids at a place [vocabulary], float32."""
-        return self.rows([place], vocabulary)[0]
+    def row(self, draw: DrawKey, vocabulary: int) -> Tensor:
+        """Return −log E of the first `vocabulary` token ids for a draw [vocabulary], float32."""
+        return self.rows([draw], vocabulary)[0]
 
-    def rows(self, places: Sequence[Place], vocabulary: int) -> list[Tensor]:
-        """Return the rows of several places, making those that are missing."""
+    def rows(self, draws: Sequence[DrawKey], vocabulary: int) -> list[Tensor]:
+        """Return the rows of several draws, making those that are missing."""
         with self._lock:
             if vocabulary > self._width:
                 self._width = vocabulary
                 self._kept.clear()
             width = self._width
-        return [row[:vocabulary] for row in self._found(places, self.ids(width, torch.device("cpu")), None)]
+        return [row[:vocabulary] for row in self._found(draws, self.ids(width, torch.device("cpu")), None)]
 
-    def rows_of(self, places: Sequence[Place], columns: Columns) -> list[Tensor]:
-        """Return the rows of several places for some tokens only [columns].
+    def rows_of(self, draws: Sequence[DrawKey], columns: Columns) -> list[Tensor]:
+        """Return the rows of several draws for some tokens only [columns].
 
         Where whole rows are asked for too, as by a target beside the draft, these are taken from them, and no row is
         made twice.
         """
         if self._width:
-            return [row.index_select(0, columns.ids) for row in self.rows(places, columns.vocabulary)]
-        return self._found(places, columns.ids, columns)
+            return [row.index_select(0, columns.ids) for row in self.rows(draws, columns.vocabulary)]
+        return self._found(draws, columns.ids, columns)
 
-    def _found(self, places: Sequence[Place], ids: Tensor, columns: Columns | None) -> list[Tensor]:
+    def _found(self, draws: Sequence[DrawKey], ids: Tensor, columns: Columns | None) -> list[Tensor]:
         with self._lock:
-            kept = {place: self._kept.get((place, columns)) for place in places}
-        found = {place: gumbel(hashed(place, ids)) if row is None else row for place, row in kept.items()}
+            kept = {draw: self._kept.get((draw, columns)) for draw in draws}
+        found = {draw: gumbel(hashed(draw, ids)) if row is None else row for draw, row in kept.items()}
         with self._lock:
-            for place, row in found.items():
-                self._remember((place, columns), row)
-        return [found[place] for place in places]
+            for draw, row in found.items():
+                self._remember((draw, columns), row)
+        return [found[draw] for draw in draws]
 
     def _remember(self, key: NoiseKey, row: Tensor) -> None:
         if key[1] is None and len(row) < self._width:
@@ -97,7 +97,7 @@ def shared_noise() -> Noise:
     return Noise()
 
 
-def winner(scores: Tensor, place: Place) -> int:
+def winner(scores: Tensor, draw: DrawKey) -> int:
     """Return argmax(scores + noise) of one row on a CPU [vocabulary], float32; ties to the lowest id.
 
     Only tokens that can still win are given their noise, a few of them where logits differ much; where nothing can be
@@ -107,21 +107,23 @@ def winner(scores: Tensor, place: Place) -> int:
     top = int(row.argmax())
     if not np.isfinite(row[top]):  # also what is no number; noise changes none of these
         return top
-    ids = contenders(np.ascontiguousarray(row), top, keys(*place))
+    ids = contenders(np.ascontiguousarray(row), top, keys(*draw))
     if ids is None:
         ids = np.arange(len(row))
-    return int(ids[0]) if len(ids) == 1 else int(ids[_best(row[ids], place, ids)])
+    return int(ids[0]) if len(ids) == 1 else int(ids[_best(row[ids], draw, ids)])
 
 
-def _best(scores: np.ndarray[Any, np.dtype[np.float32]], place: Place, ids: np.ndarray[Any, np.dtype[np.int64]]) -> int:
-    noise = gumbel(hashed(place, torch.from_numpy(ids)))
+def _best(
+    scores: np.ndarray[Any, np.dtype[np.float32]], draw: DrawKey, ids: np.ndarray[Any, np.dtype[np.int64]]
+) -> int:
+    noise = gumbel(hashed(draw, torch.from_numpy(ids)))
     return int((torch.from_numpy(scores) + noise).numpy().argmax())
 
 
-def hashed(place: Place, ids: Tensor) -> Tensor:
-    """Return the 32 bits of each token id at a place as int32: `core.noise.mix` in wrapping 32-bit arithmetic, 4
+def hashed(draw: DrawKey, ids: Tensor) -> Tensor:
+    """Return the 32 bits of each token id for a draw as int32: `core.noise.mix` in wrapping 32-bit arithmetic, 4
     times as fast."""
-    first, second = keys(*place)
+    first, second = keys(*draw)
     bits = ids.numpy().astype(np.uint32)
     bits ^= np.uint32(first)
     _permute(bits)

@@ -88,10 +88,10 @@ def pool_pages(
     cache = 0 if device.type == "cpu" else least * page
     if weights + cache > free:
         asked = _Asked(arch, dtype, stored, device, (weights, cache, free))
-        places = (free - weights) // page * PAGE
+        kv_slots = (free - weights) // page * PAGE
         raise ModelError(
             asked.refused(
-                *(("--context-length", places - tail) if cache_tokens is None else ("--cache-tokens", places))
+                *(("--context-length", kv_slots - tail) if cache_tokens is None else ("--cache-tokens", kv_slots))
             )
         )
     most = min(one * MOST_SEQUENCES[device.type], int((free - weights) * SHARE) // page)

@@ -27,7 +27,7 @@ from specbranch.models.noise import Noise, winner
 from specbranch.models.reductions import argmax
 from specbranch.models.rows import TensorRow, collate, scored
 from specbranch.models.sample import Asked
-from specbranch.models.sheet import Arrays, is_noisy, places_of, sheet_of
+from specbranch.models.sheet import Arrays, draw_keys, is_noisy, sheet_of
 from specbranch.models.transfer import Transfer
 
 LEAST = 1e-300  # a weight that is still above 0 once normalised
@@ -68,7 +68,7 @@ class TorchSampler:
 
     def scores(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asked: Asked) -> tuple[Tensor, Tensor]:
         """Return logits over the vocabulary, and what is preferred among them: shaped, by the match rule with the
-        noise of their places."""
+        noise of their draws."""
         logits = self.logits(rows)
         return logits, self._scores(logits, spots, asked, None)[1]
 
@@ -90,7 +90,7 @@ class TorchSampler:
         return {**arrays, "by_entropy": np.array(by_entropy, dtype=np.float32)} if any(by_entropy) else arrays
 
     def candidates(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask], asked: Asked) -> Tensor:
-        """Return a line of numbers for each row, on its device: confidence, then the tokens of its best entries,
+        """Return a row of numbers for each row, on its device: confidence, then the tokens of its best entries,
         then their scores."""
         logits, columns = scored(rows)
         logits = logits[:, : self.width(columns)]
@@ -119,7 +119,7 @@ class TorchSampler:
         """Return the log-probability of `token` and of the `top` most likely, before any shaping."""
         logits = self.logits([row])
         ids, logs = sample.logprobs(logits, self._sent({"tokens": np.array([token])})["tokens"], top)
-        return told(self._transfer.down(torch.cat([ids.double(), logs], dim=-1))[0].tolist(), top)
+        return logprobs_of(self._transfer.down(torch.cat([ids.double(), logs], dim=-1))[0].tolist(), top)
 
     def logits(self, rows: Sequence[TensorRow]) -> Tensor:
         """The rows' logits over the vocabulary, before any shaping."""
@@ -153,13 +153,13 @@ class TorchSampler:
         # what such a row gets is not added to it
         silent = [spot.request.greedy or spot.request.by_ratio for spot in spots]
         noisy = spots[silent.index(False)]
-        places = places_of([noisy if is_silent else spot for is_silent, spot in zip(silent, spots, strict=True)])
+        draws = draw_keys([noisy if is_silent else spot for is_silent, spot in zip(silent, spots, strict=True)])
         rows = (
-            self._noise.rows(places, width)
+            self._noise.rows(draws, width)
             if columns is None
-            else [row[:width] for row in self._noise.rows_of(places, columns)]
+            else [row[:width] for row in self._noise.rows_of(draws, columns)]
         )
-        return rows[0].unsqueeze(0) if len(set(places)) == 1 else torch.stack(rows)
+        return rows[0].unsqueeze(0) if len(set(draws)) == 1 else torch.stack(rows)
 
     def _first_ids(self, width: int, device: torch.device) -> Tensor:
         """The first token ids on a GPU: this sampler's own, as others may be at work there on other streams."""
@@ -192,20 +192,20 @@ class TensorLaw:
         )
 
 
-def proposed(spots: Sequence[Spot], asks: Sequence[Ask], lines: np.ndarray) -> list[Proposal]:
+def proposed(spots: Sequence[Spot], asks: Sequence[Ask], results: np.ndarray) -> list[Proposal]:
     """Make proposals of what `candidates` says."""
-    return [_proposal(spot, ask, line) for spot, ask, line in zip(spots, asks, lines.tolist(), strict=True)]
+    return [_proposal(spot, ask, result) for spot, ask, result in zip(spots, asks, results.tolist(), strict=True)]
 
 
-def told(line: list[float], top: int) -> TokenLogprobs:
+def logprobs_of(result: list[float], top: int) -> TokenLogprobs:
     """Make log-probabilities of the ids and values that `sample.logprobs` gives for a row, one behind the other."""
-    first, *rest = _entries_of(line)
+    first, *rest = _entries_of(result)
     return TokenLogprobs(first[1], tuple(_ranked(rest)[:top]))
 
 
 def _chosen(shaped: Tensor, spot: Spot) -> int:
     """Return the token of one row on a CPU [vocabulary], NO_TOKEN if its score is not finite, as NaN comes first."""
-    token = winner(shaped, *places_of([spot])) if is_noisy(spot) else int(shaped.numpy().argmax())
+    token = winner(shaped, *draw_keys([spot])) if is_noisy(spot) else int(shaped.numpy().argmax())
     return token if shaped[token] < torch.inf else NO_TOKEN
 
 

@@ -34,7 +34,7 @@ def sheet_of(spots: Sequence[Spot], width: int, find: Find) -> Arrays:
         arrays["temperature"] = np.array(temperatures, dtype=np.float32)
     noisy = [is_noisy(spot) for spot in spots]
     if any(noisy):
-        arrays["noise"] = np.array([keys(*place) for place in places_of(spots)], dtype=np.int64)
+        arrays["noise"] = np.array([keys(*key) for key in draw_keys(spots)], dtype=np.int64)
         if not all(noisy):
             arrays["noisy"] = np.array(noisy, dtype=np.float32)
     return arrays
@@ -50,7 +50,7 @@ def is_noisy(spot: Spot) -> bool:
     return not (spot.request.greedy or spot.request.by_ratio)
 
 
-def places_of(spots: Sequence[Spot]) -> list[tuple[int, int, int]]:
+def draw_keys(spots: Sequence[Spot]) -> list[tuple[int, int, int]]:
     """Seed, sample and position of each row: what its noise depends on."""
     return [(spot.request.seed, spot.request.sample, spot.position) for spot in spots]
 
@@ -61,17 +61,17 @@ def _edits(spots: Sequence[Spot], find: Find) -> Arrays:
     for row, spot in enumerate(spots):
         params = spot.request.params
         edits["bias"] += [
-            (row, place, bias) for token, bias in params.logit_bias.items() if (place := find(token)) is not None
+            (row, column, bias) for token, bias in params.logit_bias.items() if (column := find(token)) is not None
         ]
         if spot.position - spot.request.prompt_length < params.min_tokens:
-            edits["forbid"] += [(row, place, -math.inf) for place in _found(spot.request.ending_ids, find)]
+            edits["forbid"] += [(row, column, -math.inf) for column in _found(spot.request.ending_ids, find)]
         if _is_penalised(params):
             history = spot.history()
             if params.repetition_penalty != 1.0:
-                edits["repeat"] += [(row, place, params.repetition_penalty) for place in set(_found(history, find))]
+                edits["repeat"] += [(row, column, params.repetition_penalty) for column in set(_found(history, find))]
             counts = Counter(_found(history[spot.request.prompt_length :], find))
             edits["less"] += [
-                (row, place, params.frequency_penalty * n + params.presence_penalty) for place, n in counts.items()
+                (row, column, params.frequency_penalty * n + params.presence_penalty) for column, n in counts.items()
             ]
     return {name: _triples(found) for name, found in edits.items() if found}
 
@@ -95,7 +95,7 @@ def _is_penalised(params: SamplingParams) -> bool:
 
 def _found(tokens: Iterable[int], find: Find) -> list[int]:
     """Return the places in a row of the tokens that have one."""
-    return [place for token in tokens if (place := find(token)) is not None]
+    return [column for token in tokens if (column := find(token)) is not None]
 
 
 def _allowed(spots: Sequence[Spot], width: int, find: Find) -> Arrays:

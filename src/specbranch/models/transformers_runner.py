@@ -1,10 +1,10 @@
 """A Runner over any causal language model of transformers: for architectures the native decoder does not know, and as a
 cross-check.
 
-Owns the caches of its sequences. A line of the tail continues one cache; a node whose parent is not the end of a line
+Owns the caches of its sequences. A path of the tail continues one cache; a node whose parent is not the end of a path
 gets a copy of the cache, cut behind that parent. So the model only ever sees plain chains, and needs no mask and no
-positions from here. Invariant: every node of the tail lies on a line, and a line's cache holds the prefix and the
-line's nodes, nothing else.
+positions from here. Invariant: every node of the tail lies on a path, and a path's cache holds the prefix and the
+path's nodes, nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from specbranch.core.pages import pieces
+from specbranch.core.pages import chunks
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, CacheFull, ModelError, not_finite
@@ -84,8 +84,8 @@ def _check_spreading() -> None:
 
 def _check_spread(model: PreTrainedModel, name: str) -> None:
     """Raise unless all of a model lies on GPUs: what accelerate leaves to the host is fetched anew for every token."""
-    places: dict[str, Any] = getattr(model, "hf_device_map", {})
-    left_out = sorted({str(at) for at in places.values()} & {"cpu", "disk", "meta"})
+    devices: dict[str, Any] = getattr(model, "hf_device_map", {})
+    left_out = sorted({str(at) for at in devices.values()} & {"cpu", "disk", "meta"})
     if left_out:
         raise ModelError(
             f"{name} does not fit the {torch.cuda.device_count()} GPUs of this machine: part of it would lie on "
@@ -94,7 +94,7 @@ def _check_spread(model: PreTrainedModel, name: str) -> None:
 
 
 @dataclass(slots=True)
-class _Line:
+class _CachedPath:
     """A chain of nodes from the root, and the cache that has read the prefix and them."""
 
     cache: DynamicCache = field(default_factory=DynamicCache)
@@ -104,45 +104,45 @@ class _Line:
 @dataclass(slots=True)
 class _Sequence:
     slots: Slots
-    lines: list[_Line] = field(default_factory=lambda: [_Line()])
+    cached_paths: list[_CachedPath] = field(default_factory=lambda: [_CachedPath()])
 
-    def line_to(self, node: int) -> _Line:
-        """Return a line that ends at `node`, branching one off where there is none."""
+    def cached_at(self, node: int) -> _CachedPath:
+        """Return a path that ends at `node`, branching one off where there is none."""
         path = self.slots.path(node)
-        passing = [line for line in self.lines if line.path[: len(path)] == path]
-        if ending := next((line for line in passing if len(line.path) == len(path)), None):
+        passing = [cached for cached in self.cached_paths if cached.path[: len(path)] == path]
+        if ending := next((cached for cached in passing if len(cached.path) == len(path)), None):
             return ending
-        branch = _Line(_copy(passing[0].cache, len(self.slots.prefix) + len(path)), path)
-        self.lines.append(branch)
+        branch = _CachedPath(_copy(passing[0].cache, len(self.slots.prefix) + len(path)), path)
+        self.cached_paths.append(branch)
         return branch
 
     def keep(self, nodes: Sequence[int], commit: int) -> None:
-        """Keep the lines through the committed nodes as far as they are kept, none that another one goes on from."""
+        """Keep the paths through the committed nodes as far as they are kept, none that another one goes on from."""
         self.slots.keep(nodes, commit)
-        place = {node: at - commit for at, node in enumerate(nodes)}
-        kept: dict[tuple[int, ...], _Line] = {}
-        for line in sorted(self.lines, key=lambda line: len(line.path)):
-            path = tuple(takewhile(place.__contains__, line.path))
+        renumbered = {node: at - commit for at, node in enumerate(nodes)}
+        kept: dict[tuple[int, ...], _CachedPath] = {}
+        for cached in sorted(self.cached_paths, key=lambda cached: len(cached.path)):
+            path = tuple(takewhile(renumbered.__contains__, cached.path))
             if path[:commit] == tuple(nodes[:commit]):
-                kept.setdefault(path, line)
-        self.lines = []
-        for path, line in kept.items():
+                kept.setdefault(path, cached)
+        self.cached_paths = []
+        for path, cached in kept.items():
             if not any(path == other[: len(path)] for other in kept if len(other) > len(path)):
-                if surplus := len(line.path) - len(path):
-                    line.cache.crop(-surplus)
-                line.path = [place[node] for node in path[commit:]]
-                self.lines.append(line)
+                if surplus := len(cached.path) - len(path):
+                    cached.cache.crop(-surplus)
+                cached.path = [renumbered[node] for node in path[commit:]]
+                self.cached_paths.append(cached)
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens of the prefix."""
         self.keep((), 0)
         if surplus := len(self.slots.prefix) - length:
-            self.lines[0].cache.crop(-surplus)
+            self.cached_paths[0].cache.crop(-surplus)
         self.slots.truncate(length)
 
 
 class TransformersRunner(TorchRunner):
-    """One transformers model with a cache for each line of each sequence; sequences take turns."""
+    """One transformers model with a cache for each path of each sequence; sequences take turns."""
 
     def __init__(
         self, model: PreTrainedModel, context_length: int, *, tail: int = TAIL, name: str = "the model"
@@ -199,22 +199,22 @@ class TransformersRunner(TorchRunner):
         return found
 
     def _open(self, seq: int) -> None:
-        # a tail's worth of places beyond the context: a tree near the end needs more places than positions
+        # a tail's worth of KV slots beyond the context: a tree near the end needs more KV slots than positions
         self._held[seq] = _Sequence(Slots(self._context_length + self._tail, self._tail))
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's places, to be read."""
+        """The sequence's KV slots, to be read."""
         return self._held[seq].slots
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read tokens in pieces that end at multiples of `piece`."""
+        """Read tokens in chunks that end at multiples of `prefill_chunk`."""
         held = self._held[seq]
         self._demand(len(held.slots.prefix) + len(tokens))
-        places = held.slots.extend(tokens)
+        kv_slots = held.slots.extend(tokens)
         with self._forgetting(seq):
-            cache = held.line_to(ROOT).cache
-            for start, stop in pieces(places, self.piece):
-                self.forward(cache, tokens[start - places.start : stop - places.start], last_row_only=True)
+            cache = held.cached_at(ROOT).cache
+            for start, stop in chunks(kv_slots, self.prefill_chunk):
+                self.forward(cache, tokens[start - kv_slots.start : stop - kv_slots.start], last_row_only=True)
 
     def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
         """Score new nodes, one forward for each unbranched run of them; one row a node."""
@@ -267,9 +267,9 @@ class TransformersRunner(TorchRunner):
         rows: dict[int, TensorRow] = {}
         with self._forgetting(item.seq):
             for run in _runs(nodes, item.parents):
-                line = held.line_to(held.slots.parents[run[0]])
-                rows.update(zip(run, self._made(line.cache, [held.slots.tokens[node] for node in run]), strict=True))
-                line.path.extend(run)
+                cached = held.cached_at(held.slots.parents[run[0]])
+                rows.update(zip(run, self._made(cached.cache, [held.slots.tokens[node] for node in run]), strict=True))
+                cached.path.extend(run)
         return [rows[node] for node in nodes]
 
     def _demand(self, length: int) -> None:
@@ -295,7 +295,7 @@ def _runs(nodes: range, parents: Sequence[int]) -> list[list[int]]:
 
 
 def _reach(slots: Slots, item: Feed) -> int:
-    """How long the longest line of the sequence would be with these nodes."""
+    """How long the longest path of the sequence would be with these nodes."""
     start = len(slots.tokens)
     lengths: list[int] = []
     for parent in item.parents:

@@ -1,6 +1,6 @@
-"""Judging on a device: every row's decision at once, then the walk, and one line of numbers a row to be read.
+"""Judging on a device: every row's decision at once, then the walk, and one row of results for each row to be read.
 
-Owns the arrays that trials become and what is made of the lines. The rows of a trial are its root's and then those of
+Owns the arrays that trials become and what is made of the results. The rows of a trial are its root's and then those of
 its nodes. Decisions need not wait for each other, as each follows from its own row and from variates of its own
 position; so the outcome is that of `core.verify`, which decides row by row on the way down. Invariant: nothing here
 waits for the device.
@@ -22,7 +22,7 @@ from specbranch.core.runner import NO_TOKEN, Judged, Trial
 from specbranch.core.slots import ROOT
 from specbranch.models import sample
 from specbranch.models.sample import Asked
-from specbranch.models.sampling import told as told_logprobs
+from specbranch.models.sampling import logprobs_of
 from specbranch.models.sheet import Arrays
 
 
@@ -90,11 +90,11 @@ def _by_ratio(nodes: Sequence[tuple[Trial, int]], spots: Sequence[Spot]) -> Arra
         "attempt": np.full(len(nodes), -1),
     }
     for row, ((_, index), spot, some) in enumerate(zip(nodes, spots, tried, strict=True)):
-        place = spot.request.seed, spot.request.sample, spot.position
-        arrays["last"][row] = noise.uniform(*place, "residual" if some else "own")
+        draw = spot.request.seed, spot.request.sample, spot.position
+        arrays["last"][row] = noise.uniform(*draw, "residual" if some else "own")
         for attempt, one in enumerate(some):
             arrays["tried"][row, attempt], arrays["tried_q"][row, attempt] = one.token, one.q.prob(one.token)
-            arrays["accept"][row, attempt] = noise.uniform(*place, "accept", attempt)
+            arrays["accept"][row, attempt] = noise.uniform(*draw, "accept", attempt)
             arrays["q_ids"][row, attempt, : len(one.q.ids)], arrays["q_probs"][row, attempt, : len(one.q.ids)] = (
                 one.q.ids,
                 one.q.probs,
@@ -128,7 +128,7 @@ def decided(tokens: Tensor, shaped: Tensor, asked: Asked) -> tuple[Tensor, Tenso
     return tokens, sample.walk(chosen | (asked["said"] < 0), asked["ancestors"])
 
 
-def lines(logits: Tensor, tokens: Tensor, reached: Tensor, top: int | None, said: Tensor | None) -> Tensor:
+def results(logits: Tensor, tokens: Tensor, reached: Tensor, top: int | None, said: Tensor | None) -> Tensor:
     """Lay out what is read of each row [rows, numbers]: token, whether it is reached, log-probabilities, what a
     probe says."""
     parts = [tokens.double()[:, None], reached.double()[:, None]]
@@ -139,31 +139,31 @@ def lines(logits: Tensor, tokens: Tensor, reached: Tensor, top: int | None, said
 
 
 def judged(
-    trials: Sequence[Trial], found: np.ndarray, top: int | None, width: int, told: Sequence[bool]
+    trials: Sequence[Trial], found: np.ndarray, top: int | None, width: int, probed: Sequence[bool]
 ) -> list[Judged]:
-    """Make verdicts of the lines that were read; the last `width` numbers of each are a probe's, where it was told
+    """Make verdicts of the results that were read; the last `width` numbers of each are a probe's, where it was told
     anything of the row."""
-    lines = [[*line, own] for line, own in zip(found.tolist(), told, strict=True)]
+    results = [[*result, own] for result, own in zip(found.tolist(), probed, strict=True)]
     ends = np.cumsum([len(trial.nodes) + 1 for trial in trials]).tolist()
     return [
-        _judged(trial, lines[end - len(trial.nodes) - 1 : end], top, width)
+        _judged(trial, results[end - len(trial.nodes) - 1 : end], top, width)
         for trial, end in zip(trials, ends, strict=True)
     ]
 
 
 def _judged(trial: Trial, found: list[list[float]], top: int | None, width: int) -> Judged:
-    path = tuple(index for index, line in enumerate(found[1:]) if line[1])
+    path = tuple(index for index, result in enumerate(found[1:]) if result[1])
     ends = [found[0], *(found[index + 1] for index in path)]
     logprobs = None
     if trial.logprobs is not None and top is not None:
         logprobs = tuple(
-            told_logprobs(_cut(line[2 : len(line) - width - 1], trial.logprobs), trial.logprobs) for line in ends
+            logprobs_of(_cut(result[2 : len(result) - width - 1], trial.logprobs), trial.logprobs) for result in ends
         )
-    *last, is_told = ends[-1]
-    said = tuple(last[len(last) - width :]) if trial.wants_forecast and is_told else None
+    *last, is_probed = ends[-1]
+    said = tuple(last[len(last) - width :]) if trial.wants_forecast and is_probed else None
     return Judged(path, int(ends[-1][0]), logprobs, said)
 
 
-def _cut(line: list[float], top: int) -> list[float]:
+def _cut(result: list[float], top: int) -> list[float]:
     """Leave the token's own number where nothing more is told of its place; another trial may have asked for more."""
-    return line if top else [line[0], line[len(line) // 2]]
+    return result if top else [result[0], result[len(result) // 2]]

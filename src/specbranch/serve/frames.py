@@ -15,7 +15,7 @@ from specbranch.core.orders import Branch, Grow, Orders, Reports, Span, Verify
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
 
-FrameLine = tuple[int, ...]  # tokens behind the committed text
+FramePath = tuple[int, ...]  # tokens behind the committed text
 SpellOne = Callable[[int], str]  # a token as text
 LOOKED_UP = 0.5  # what a token is taken to promise of which no draft said anything
 
@@ -105,7 +105,7 @@ class Film:
     """The frames of one request, made as its rounds come."""
 
     def __init__(self) -> None:
-        self._lines: dict[FrameLine, _Drafted] = {}
+        self._paths: dict[FramePath, _Drafted] = {}
         self._number = -1
 
     def see(self, orders: Orders, reports: Reports, added: int) -> Frame | None:
@@ -117,44 +117,44 @@ class Film:
         self._take_in(orders, reports)
         verify, verdict = orders.verify, reports.verdict
         if _is_plain(orders):
-            self._lines = {}
+            self._paths = {}
         if verify is None or verdict is None:
             return Frame(self._number, *spans, self._nodes(()), self._drafted())
-        lines = _verified(verify)
-        self._add((line, 0.0) for line in lines)
-        nodes, drafted = self._nodes(lines), self._drafted()
-        places = {line: at for at, line in enumerate(self._lines)}
-        path = tuple(places[lines[node]] for node in verdict.path)
+        paths = _verified(verify)
+        self._add((path, 0.0) for path in paths)
+        nodes, drafted = self._nodes(paths), self._drafted()
+        places = {path: at for at, path in enumerate(self._paths)}
+        path = tuple(places[paths[node]] for node in verdict.path)
         top = (*(verify.tokens[node] for node in verdict.path), verdict.token)
         hit = places.get(top)
-        self._lines = {line[len(top) :]: one for line, one in self._lines.items() if _is_below(line, top)}
+        self._paths = {path[len(top) :]: one for path, one in self._paths.items() if _is_below(path, top)}
         return Frame(self._number, *spans, nodes, drafted, path, verdict.token, hit, added)
 
     def _take_in(self, orders: Orders, reports: Reports) -> None:
         if isinstance(orders.draft, Grow):
-            tree, known = reports.tree or orders.draft.tree, self._lines
-            self._lines = {}
-            for line, said in _grown(tree):
-                self._lines[line] = _Drafted(said, known[line].given if line in known else self._number)
+            tree, known = reports.tree or orders.draft.tree, self._paths
+            self._paths = {}
+            for path, said in _grown(tree):
+                self._paths[path] = _Drafted(said, known[path].given if path in known else self._number)
         pending = orders.verify.tokens if orders.verify else ()
         for branch in reports.branches:
             self._add(_branch(branch, pending))
 
-    def _add(self, lines: Iterable[tuple[FrameLine, float]]) -> None:
+    def _add(self, paths: Iterable[tuple[FramePath, float]]) -> None:
         """Add what was not there; a parent that is missing is one that was looked up."""
-        for line, said in lines:
-            for end in range(1, len(line)):
-                self._lines.setdefault(line[:end], _Drafted(0.0, self._number))
-            self._lines.setdefault(line, _Drafted(said, self._number))
+        for path, said in paths:
+            for end in range(1, len(path)):
+                self._paths.setdefault(path[:end], _Drafted(0.0, self._number))
+            self._paths.setdefault(path, _Drafted(said, self._number))
 
     def _drafted(self) -> int:
-        return sum(one.given == self._number for one in self._lines.values())
+        return sum(one.given == self._number for one in self._paths.values())
 
-    def _nodes(self, sent: Iterable[FrameLine]) -> tuple[DrawnNode, ...]:
-        places, judged = {line: at for at, line in enumerate(self._lines)}, set(sent)
+    def _nodes(self, sent: Iterable[FramePath]) -> tuple[DrawnNode, ...]:
+        places, judged = {path: at for at, path in enumerate(self._paths)}, set(sent)
         return tuple(
-            DrawnNode(line[-1], places.get(line[:-1], ROOT), one.said, one.given, line in judged)
-            for line, one in self._lines.items()
+            DrawnNode(path[-1], places.get(path[:-1], ROOT), one.said, one.given, path in judged)
+            for path, one in self._paths.items()
         )
 
 
@@ -173,27 +173,27 @@ def _is_plain(orders: Orders) -> bool:
     return verify is not None and verify.parents is None and not verify.tokens and orders.draft is None
 
 
-def _verified(verify: Verify) -> list[FrameLine]:
-    lines: list[FrameLine] = []
+def _verified(verify: Verify) -> list[FramePath]:
+    paths: list[FramePath] = []
     for node, token in enumerate(verify.tokens):
         parent = verify.parent(node)
-        lines.append((*(() if parent == ROOT else lines[parent]), token))
-    return lines
+        paths.append((*(() if parent == ROOT else paths[parent]), token))
+    return paths
 
 
-def _grown(tree: Tree) -> list[tuple[FrameLine, float]]:
-    lines: list[FrameLine] = []
+def _grown(tree: Tree) -> list[tuple[FramePath, float]]:
+    paths: list[FramePath] = []
     for node in tree.nodes:
-        lines.append((*(() if node.parent == ROOT else lines[node.parent]), node.token))
-    return [(line, node.said) for line, node in zip(lines, tree.nodes, strict=True)]
+        paths.append((*(() if node.parent == ROOT else paths[node.parent]), node.token))
+    return [(path, node.said) for path, node in zip(paths, tree.nodes, strict=True)]
 
 
-def _branch(branch: Branch, pending: tuple[int, ...]) -> list[tuple[FrameLine, float]]:
+def _branch(branch: Branch, pending: tuple[int, ...]) -> list[tuple[FramePath, float]]:
     before = pending[: branch.after]
     return [
         ((*before, *branch.tokens[: at + 1]), said) for at, said in enumerate(branch.confidence[: len(branch.tokens)])
     ]
 
 
-def _is_below(line: FrameLine, top: FrameLine) -> bool:
-    return len(line) > len(top) and line[: len(top)] == top
+def _is_below(path: FramePath, top: FramePath) -> bool:
+    return len(path) > len(top) and path[: len(top)] == top

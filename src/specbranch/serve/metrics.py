@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from specbranch.answer import Output
-from specbranch.core.loop import DraftState, Places
+from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.scheduler import Snapshot
 from specbranch.serve.connections import CUTS, Connections
 from specbranch.serve.exposition import Histogram, Series, exposed
@@ -45,7 +45,7 @@ class ServerMetrics:
         self._running = _gauge("num_requests_running", "Samples that are being decoded.")
         self._waiting = _gauge("num_requests_waiting", "Samples that wait.")
         self._cache = _gauge("kv_cache_usage_perc", "Part of the target's cache that is held; 1 is all.")
-        self._put_back = _counter("num_preemptions", "Times that a request was put back for want of memory.")
+        self._preemptions = _counter("num_preemptions", "Times that a request was preempted for want of memory.")
         self._prompt = _counter("prompt_tokens", "Tokens of prompts that were admitted.")
         self._said = _counter("generation_tokens", "Tokens that were written.")
         self._queries = _counter("prefix_cache_queries", "Tokens of prompts that were looked for in the cache.")
@@ -55,7 +55,7 @@ class ServerMetrics:
         self._drafted = _counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
         self._accepted = _counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self._by_position = _counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place in the main line."
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their position in the main path."
         )
         self._first = _histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self._between = _histogram("inter_token_latency_seconds", "Between two events of a stream.", SHORT)
@@ -69,7 +69,7 @@ class ServerMetrics:
         self._samples = _histogram("request_params_n", "Samples of a request.", SAMPLES)
         # ours
         self._rollback = _counter("rollback_tokens", "Drafted tokens that were thrown away.")
-        self._opened = _counter("branches_opened", "Places at which branches were prepared.")
+        self._opened = _counter("branches_opened", "Positions at which branches were prepared.")
         self._hit = _counter("branches_hit", "Branches that the target went on with.")
         self._draft_idle = _counter("draft_idle_seconds", "Time of decoding in which the draft did nothing.")
         self._target_idle = _counter("target_idle_seconds", "Time of decoding in which the target did nothing.")
@@ -121,7 +121,7 @@ class ServerMetrics:
         """Write all of it, as Prometheus reads it."""
         self._running.set(snapshot.running)
         self._waiting.set(snapshot.waiting)
-        self._put_back.set(snapshot.put_back)
+        self._preemptions.set(snapshot.preemptions)
         self._prompt.set(snapshot.prompt_tokens)
         self._said.set(snapshot.tokens)
         self._restarts.set(snapshot.draft_restarts)
@@ -133,10 +133,10 @@ class ServerMetrics:
         self._connections.set(len(connections))
         for reason, count in connections.cuts.items():
             self._cut.set(count, reason=reason)
-        for places in snapshot.places:
-            self._free.set(places.free, model=places.of)
-            if places.of == "target":
-                self._cache.set(_held(places))
+        for kv_slots in snapshot.kv_slots:
+            self._free.set(kv_slots.free, model=kv_slots.of)
+            if kv_slots.of == "target":
+                self._cache.set(_held(kv_slots))
         for reason, count in limits.refused.items():
             self._refused.set(count, reason=reason)
         if (resident := _resident()) is not None:
@@ -156,8 +156,8 @@ class ServerMetrics:
         self._target_idle.add(stats["target_idle_seconds"])
 
 
-def _held(places: Places) -> float:
-    return 1 - places.free / places.total if places.total else 0.0
+def _held(kv_slots: KVSlots) -> float:
+    return 1 - kv_slots.free / kv_slots.total if kv_slots.total else 0.0
 
 
 def _resident() -> int | None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from specbranch.training.distill.agreement import Agreement
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specbranch.assembly import ModelChoice
@@ -18,6 +17,7 @@ from specbranch.lab.doctor.pair import agreement, costs, kernels
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.native import load_native
 from specbranch.pairs import Pair
+from specbranch.training.distill.agreement import Agreement
 from tiny_pair import make_pair
 
 

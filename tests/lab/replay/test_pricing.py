@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from specbranch.lab.bench.methods import SPACES, default_setting
 
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile
 from specbranch.config import SpeculativeConfig
 from specbranch.core.stats import Stats
+from specbranch.lab.bench.methods import SPACES, default_setting
 from specbranch.lab.replay.decode import RecordDecoder, ReplayedModel
 from specbranch.lab.replay.pricing import NotingDecoder, ReplayedMethods, has_fixed_decisions
 from specbranch.lab.replay.record import Record, Task

@@ -1,4 +1,4 @@
-"""Several records at once: each request says its record, and company is charged for together."""
+"""Several records at once: each request says its record, and batch is charged for together."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from specbranch.lab.bench.methods import default_setting
 
 from specbranch.clock.profile import CostProfile
 from specbranch.core.experience import Experience
@@ -15,6 +14,7 @@ from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.session import Session
 from specbranch.core.trace import Trace
+from specbranch.lab.bench.methods import default_setting
 from specbranch.serve.frames import Film, Frame
 from tiers import each_value
 from toybench import Case, Ending, next_number, run_out, serial, virtual_clock

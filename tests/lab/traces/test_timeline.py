@@ -7,13 +7,13 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 
 import pytest
-from specbranch.lab.bench.methods import default_setting
 
 from specbranch.clock.profile import CostProfile
 from specbranch.core.experience import Experience
 from specbranch.core.fates import Fates, summed
 from specbranch.core.session import Session
 from specbranch.core.trace import Event, Trace
+from specbranch.lab.bench.methods import default_setting
 from specbranch.lab.traces.rounds import TracedRound, read_rounds, times, usual_seconds
 from specbranch.lab.traces.spans import LOOKS
 from specbranch.lab.traces.timeline import Style, draw_text

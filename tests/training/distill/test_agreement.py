@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from specbranch.training.distill.agreement import LONGEST, AnsweredPrompt, compare, step_seconds
 
 from specbranch.lab.toys.toys import ToyRunner
+from specbranch.training.distill.agreement import LONGEST, AnsweredPrompt, compare, step_seconds
 from toybench import law
 
 PROMPT = (1, 2, 3)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from specbranch.training.distill.material import Batch
-from specbranch.training.distill.model import CountedRows, Stack, compare, counted, divergence, spread_layers
 from torch import Tensor
 
 from specbranch.core.runner import Feed
@@ -18,6 +16,8 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.native import load_native, open_model
+from specbranch.training.distill.material import Batch
+from specbranch.training.distill.model import CountedRows, Stack, compare, counted, divergence, spread_layers
 from tiny_models import CONFIGS, GREEDY, in_double, logits_of, saved, some_tokens, tiny
 
 

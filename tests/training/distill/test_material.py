@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from specbranch.training.distill.material import PADDING, Batch, Material
 
 from specbranch.errors import BadParameter, ModelError
 from specbranch.training.distill import material as module
+from specbranch.training.distill.material import PADDING, Batch, Material
 
 
 def made(count: int = 40, longest: int = 17, seed: int = 0) -> Material:

@@ -1,5 +1,5 @@
 """The target remembered: what it says to a batch is the same whether it is asked now or was asked once, in whatever
-company."""
+batch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from specbranch.training.distill.attention import by_stretches, has_stretches, mask_of, masked
-from specbranch.training.distill.material import PADDING, Batch, Material
-from specbranch.training.distill.model import Stack
-from specbranch.training.distill.teacher import Teacher, moved
 
 from specbranch.models.files.locate import Located
 from specbranch.models.files.weights import read_weights
 from specbranch.models.native import open_model
 from specbranch.training.distill import teacher as teacher_module
+from specbranch.training.distill.attention import by_stretches, has_stretches, mask_of, masked
+from specbranch.training.distill.material import PADDING, Batch, Material
+from specbranch.training.distill.model import Stack
+from specbranch.training.distill.teacher import Teacher, moved
 from tiny_models import saved, some_tokens, tiny
 
 torch.set_num_threads(1)

@@ -13,6 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from specbranch.errors import BadParameter, ModelError
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.locate import locate
+from specbranch.models.files.weights import Weights, read_weights
+from specbranch.models.native import open_model
+from specbranch.progress import Nobody
+from specbranch.training.distill import train as training
 from specbranch.training.distill.material import Batch, Material
 from specbranch.training.distill.picture import picture
 from specbranch.training.distill.train import (
@@ -25,14 +33,6 @@ from specbranch.training.distill.train import (
     learning_rate,
     train,
 )
-
-from specbranch.errors import BadParameter, ModelError
-from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.locate import locate
-from specbranch.models.files.weights import Weights, read_weights
-from specbranch.models.native import open_model
-from specbranch.progress import Nobody
-from specbranch.training.distill import train as training
 from tiny_models import SHAPE, saved, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

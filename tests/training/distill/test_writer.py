@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from specbranch.training.distill.material import Material
-from specbranch.training.distill.openings import LEAST_TEXT, Script
-from specbranch.training.distill.writer import Desk, WritingTarget, write
-from specbranch.training.distill.writer_settings import LEAST_QUESTION, WriterSettings
 
 from small_tokenizers import byte_level, save
 from specbranch.core.runner import Feed
@@ -25,7 +21,11 @@ from specbranch.models.native import NativeRunner, open_model
 from specbranch.progress import Nobody
 from specbranch.text.tokenizer import Tokenizer
 from specbranch.training.distill import openings, writer
+from specbranch.training.distill.material import Material
+from specbranch.training.distill.openings import LEAST_TEXT, Script
 from specbranch.training.distill.texts import Texts
+from specbranch.training.distill.writer import Desk, WritingTarget, write
+from specbranch.training.distill.writer_settings import LEAST_QUESTION, WriterSettings
 from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 
 torch.set_num_threads(1)

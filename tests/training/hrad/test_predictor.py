@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from specbranch.training.distill.agreement import GREEDY
 
 from specbranch import LLM
 from specbranch.assembly import ModelChoice as Choice
@@ -22,6 +21,7 @@ from specbranch.core.slots import ROOT
 from specbranch.hrad.forecaster import TargetForecaster, features, reached
 from specbranch.hrad.network import Network
 from specbranch.hrad.predictor import Predictor, PredictorError
+from specbranch.training.distill.agreement import GREEDY
 from specbranch.training.hrad.collect import states_along
 from tiers import tiered
 from tiny_models import CONFIGS, saved, some_tokens, tiny
@@ -75,10 +75,10 @@ def test_a_verdict_says_what_the_network_makes_of_the_states_behind_its_token(
     order, nodes = Verify(Context(3, ()), (7, 8)), (3, 4)
     work = [Feed(0, (1, 5, 9, 7, 8), (ROOT, 0, 1, 2, 3))]
     trials = [Trial(0, order, 2, nodes, wants_forecast=wants_forecast) for wants_forecast in (True, False)]
-    found, untold = loaded.verify(work, trials)()
+    found, unsent = loaded.verify(work, trials)()
     text = (1, 5, 9, *(order.tokens[n] for n in found.path), found.token)
     expected = forecast.along(states_along(loaded, text[:1], text[1:], LAYERS, 16), text[1:])[-1]
-    assert untold.said is None and found.said is not None and expected is not None
+    assert unsent.said is None and found.said is not None and expected is not None
     signal = forecast.signal(found.said, 3 + len(found.path))
     assert signal is not None
     assert torch.allclose(torch.tensor(signal.chances), torch.tensor(expected.chances), atol=1e-3)

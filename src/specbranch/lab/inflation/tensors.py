@@ -89,7 +89,7 @@ def _copies(small: Architecture, large: Architecture | Shape) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class LargePlaces:
+class LargeRows:
     """The rows of a part: `rows` of the small model go to `at` of the large one; `silent` rows must give zero."""
 
     rows: Tensor
@@ -191,10 +191,10 @@ class InflatedSource:
             return self._spots(self._query_heads, self._plain_dims).to(device)
         return torch.arange(part_shape(self.small, part)[1], device=device)
 
-    def _places(self, part: str, device: torch.device) -> LargePlaces:
+    def _places(self, part: str, device: torch.device) -> LargeRows:
         """Return the rows of the small model's outputs, or its entries in a vector."""
         rows, at, silent = self._rows(part)
-        return LargePlaces(rows.to(device), at.to(device), silent.to(device))
+        return LargeRows(rows.to(device), at.to(device), silent.to(device))
 
     def _rows(self, part: str) -> tuple[Tensor, Tensor, Tensor]:
         none = torch.empty(0, dtype=torch.int64)

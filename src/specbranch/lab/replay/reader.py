@@ -32,7 +32,7 @@ class Reader:
         """Return the draft's proposals after some sequences of tokens."""
         if not self._within_reach(sequences):
             self._seek(min(min(_common(sequence, self._text), len(sequence) - 1) for sequence in sequences))
-        new, ends = self._unread(sequences)
+        new, ends = self._uncomputed(sequences)
         if len(new) > self._slots.room and (half := len(sequences) // 2):  # a tail holds less: in two parts
             return self.read(sequences[:half]) + self.read(sequences[half:])
         self._runner.demand(self._seq, len(new))
@@ -57,7 +57,7 @@ class Reader:
             return False
         prefix = self._slots.prefix
         follow = all(len(sequence) > len(prefix) and list(sequence[: len(prefix)]) == prefix for sequence in sequences)
-        return follow and len(self._unread(sequences)[0]) <= self._slots.room
+        return follow and len(self._uncomputed(sequences)[0]) <= self._slots.room
 
     def _seek(self, base: int) -> None:
         """Make the first `base` tokens of the text the prefix, with an empty tail."""
@@ -72,7 +72,7 @@ class Reader:
         if len(path) < len(ahead):
             self._runner.extend(self._seq, ahead[len(path) :])
 
-    def _unread(self, sequences: Sequence[Sequence[int]]) -> tuple[list[TextNode], list[int]]:
+    def _uncomputed(self, sequences: Sequence[Sequence[int]]) -> tuple[list[TextNode], list[int]]:
         """Return the tokens to process, in order, and the last node of each sequence."""
         slots, ends = self._slots, list[int]()
         known = {node: number for number, node in enumerate(zip(slots.parents, slots.tokens, strict=True))}

@@ -38,9 +38,9 @@ class PlainSlots(Generic[Mark]):
     """A Runner without a model: Slots, and a mark for each node, derived from its parent's. Subclasses define what
     it can answer."""
 
-    piece = 256
-    places = None
-    places_free = 0
+    prefill_chunk = 256
+    kv_slots = None
+    kv_slots_free = 0
     page = 1
 
     def __init__(self, vocabulary: int, context_length: int) -> None:

@@ -34,9 +34,9 @@ ROOM = 256  # KV slots beyond the end of a text
 class OneEach:
     """A Runner with a runner of its own for each sequence."""
 
-    piece = PlainSlots.piece
-    places = None
-    places_free = 0
+    prefill_chunk = PlainSlots.prefill_chunk
+    kv_slots = None
+    kv_slots_free = 0
     page = 1
 
     def __init__(self, vocabulary: int, context_length: int) -> None:

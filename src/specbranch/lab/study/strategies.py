@@ -195,8 +195,8 @@ def best(costs: PaddedCosts, rates: Rates, strategy: StrategyName) -> Gain:
 def _round(costs: PaddedCosts, rates: Rates, setting: Strategy, pending: TreeShape) -> MapRound:
     tree = likeliest_tree(rates, pending)
     prepared = likeliest_outcomes(rates, pending, setting.everywhere)[: setting.heads]
-    known, unread = (sum(o.chance for o in prepared if o.read is read) for read in (True, False))
-    onward = (1.0 - known - unread, known, unread)
+    known, uncomputed = (sum(o.chance for o in prepared if o.read is read) for read in (True, False))
+    onward = (1.0 - known - uncomputed, known, uncomputed)
     seconds = costs.together(len(tree) + 1, _steps(prepared, setting.ahead))
     return MapRound(1.0 + sum(node.chance for node in tree), seconds, onward)
 

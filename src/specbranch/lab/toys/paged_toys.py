@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 from typing import Any
 
-from specbranch.core.pages import Copy, PageTable, Pool, ReadPrompt, check_shared, pieces
+from specbranch.core.pages import Copy, PageTable, Pool, PrefilledPrompt, check_shared, chunks
 from specbranch.core.runner import Feed
 from specbranch.core.slots import TAIL
 from specbranch.errors import CacheFull
@@ -22,7 +22,7 @@ class PagedStates(MutableSequence[State]):
 
     def __init__(self, pool: Pool, memory: list[State]) -> None:
         self.table, self._memory, self._length = PageTable(pool), memory, 0
-        self.read = ReadPrompt(self.table)
+        self.read = PrefilledPrompt(self.table)
 
     def reach(self, length: int) -> None:
         """Have room for so many states, those behind the present end nobody else's, or raise CacheFull."""
@@ -43,9 +43,9 @@ class PagedStates(MutableSequence[State]):
         # what moves within a tail lies behind all that others share of the page, as in the native runner
         self._memory[self._flat(place)] = state
 
-    def __delitem__(self, places: Any) -> None:
-        assert isinstance(places, slice) and places.stop is None
-        self._length = min(self._length, places.start)
+    def __delitem__(self, kv_slots: Any) -> None:
+        assert isinstance(kv_slots, slice) and kv_slots.stop is None
+        self._length = min(self._length, kv_slots.start)
         self.table.shrink(self._length)
 
     def insert(self, index: int, value: State) -> None:
@@ -66,7 +66,7 @@ class PagedStates(MutableSequence[State]):
 
 
 class PagedToyRunner(ToyRunner):
-    """A toy with `pages` pages of `page` places each, which reads prompts in pieces of `piece` tokens."""
+    """A toy with `pages` pages of `page` places each, which reads prompts in chunks of `prefill_chunk` tokens."""
 
     _states: dict[int, PagedStates]  # type: ignore[assignment] # what the toy does with its states is the same
 
@@ -75,21 +75,21 @@ class PagedToyRunner(ToyRunner):
         law: ToyLaw,
         pages: int = 1024,
         page: int = 8,
-        piece: int = 8,
+        prefill_chunk: int = 8,
         context_length: int = 4096,
         tail: int = TAIL,
     ) -> None:
         super().__init__(law, context_length, tail)
-        self.pool, self.piece, self.page = Pool(pages, page), piece, page
+        self.pool, self.prefill_chunk, self.page = Pool(pages, page), prefill_chunk, page
         self._memory = [START] * (pages * page)
 
     @property
-    def places(self) -> int:
-        """How many places the cache has, for all sequences together."""
+    def kv_slots(self) -> int:
+        """How many KV slots the cache has, for all sequences together."""
         return self.pool.pages * self.pool.size
 
     @property
-    def places_free(self) -> int:
+    def kv_slots_free(self) -> int:
         """How many of them can be had, those left out that copies of shared pages will take."""
         due = self.pool.copies_due(states.table for states in self._states.values())
         return max(self.pool.free - due, 0) * self.pool.size
@@ -116,20 +116,20 @@ class PagedToyRunner(ToyRunner):
         self._reach({seq: len(tokens)})
         super()._extend(seq, tokens)
         if self.prefix_cache:
-            for piece in pieces(range(start, len(slots.prefix)), self.piece):
-                states.read.note(slots.prefix, *piece, self.piece)
+            for prefill_chunk in chunks(range(start, len(slots.prefix)), self.prefill_chunk):
+                states.read.note(slots.prefix, *prefill_chunk, self.prefill_chunk)
 
     def _recall(self, seq: int, tokens: Sequence[int]) -> None:
         slots = self.slots(seq)
         before = len(slots.prefix)
-        slots.extend(tokens[before : self._states[seq].recall(tokens, self.piece)])
+        slots.extend(tokens[before : self._states[seq].recall(tokens, self.prefill_chunk)])
 
     def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         self._reach({item.seq: len(item.tokens) for item in work})
         return super()._score(work)
 
     def _rewind(self, seq: int, length: int) -> None:
-        self._states[seq].read.cut(length, self.piece)
+        self._states[seq].read.cut(length, self.prefill_chunk)
         super()._rewind(seq, length)
 
     def _close(self, seq: int) -> None:

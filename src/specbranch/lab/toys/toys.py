@@ -137,9 +137,9 @@ class ToyRunner(RowRunner[Logits]):
         slots, states = self._slots[item.seq], self._states[item.seq]
         rows: list[Logits] = []
         for node, token, parent in zip(slots.grow(item.tokens, item.parents), item.tokens, item.parents, strict=True):
-            above = slots.place(parent)  # ROOT is the place before the tail
+            above = slots.slot_of(parent)  # ROOT is the place before the tail
             states.append(self.law.step(states[above] if above >= 0 else START, token))
-            assert len(states) == slots.place(node) + 1
+            assert len(states) == slots.slot_of(node) + 1
             rows.append(self.law.logits(states[-1]))
         return rows
 

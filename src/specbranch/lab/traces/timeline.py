@@ -101,7 +101,7 @@ def _share(value: float, whole: float) -> str:
 def _tokens(stats: Mapping[str, Any]) -> list[str]:
     counts = {**stats, **stats["rollback"]}
     names = [FATE_NAMES[fate] for fate in ("accepted", *THROWN_AWAY, "unused")]
-    listed = ", ".join(f"{counts[name.counted]} {name.told}" for name in names if counts[name.counted])
+    listed = ", ".join(f"{counts[name.counted]} {name.phrase}" for name in names if counts[name.counted])
     forward = stats["tokens_per_forward"]
     return [
         f"Drafted tokens: {stats['drafted']}" + (f", of these {listed}." if listed else "."),

@@ -1,9 +1,9 @@
 """Attention of few rows to the pages of their sequences, in LLVM's language.
 
-Owns the text. What a row sees is cut at absolute multiples of SPLIT places. An item is one cut of one row and key head:
-its maximum, its total and its weighted values go to a table of parts, and whoever finishes a row's last cut puts them
-together, in their order. So a long context is shared by all threads, and what several rows see in common is fetched
-once for all of them, as rows of a cut follow each other.
+Owns the text. What a row sees is cut at absolute multiples of SPLIT KV slots. An item is one cut of one row and key
+head: its maximum, its total and its weighted values go to a table of parts, and whoever finishes a row's last cut puts
+them together, in their order. So a long context is shared by all threads, and what several rows see in common is
+fetched once for all of them, as rows of a cut follow each other.
 
 Invariant: an element of the result is one chain of operations that depends on the row and on the tokens it sees, in
 their order in the sequence, alone.
@@ -20,7 +20,9 @@ from specbranch.models.cpu.operation_text import KernelShape, entry, fraction, o
 from specbranch.models.cpu.rounding_text import ROUND_STRETCH
 from specbranch.models.cpu.text_writer import Writer, number
 
-SPLIT = 128  # places: their keys and values of a head fit the first cache level, and a short context makes several cuts
+SPLIT = (
+    128  # KV slots: their keys and values of a head fit the first cache level, and a short context makes several cuts
+)
 KEYS = 4  # that are taken at once
 AHEAD = 4  # turns before their keys are used, these are fetched
 LINE = 64  # bytes that are fetched at once
@@ -129,28 +131,28 @@ class _Attention:
         return max(many for many in range(1, fitting + 1) if self.vectors % many == 0)
 
     def cut(self) -> str:
-        """Write what one cut does to the sums of all queries of a key head; `%at` tells where in a place its keys of
+        """Write what one cut does to the sums of all queries of a key head; `%at` tells where in a KV slot its keys of
         this layer and head are."""
         arguments = "ptr %q, ptr %pages, ptr %line, ptr %part, i64 %at, i64 %prefix, i64 %first, i64 %many"
         w = Writer()
         w.begin("begin")
-        places = w.op(f"alloca [{SPLIT} x ptr], align 16")
+        kv_slots = w.op(f"alloca [{SPLIT} x ptr], align 16")
         scores = w.op(f"alloca [{SPLIT * self.machine.queries} x float], align 16")
         padded = w.op(f"add i64 %many, {KEYS - 1}")
         turns = w.op(f"sdiv i64 {padded}, {KEYS}")
-        self._find(w, places, turns)
+        self._find(w, kv_slots, turns)
         for queries in self.tiles:
-            highest = self._score(w, queries, places, scores, turns, fetch=queries.start == 0)
-            tops, totals = self._weigh(w, queries, places, scores, turns, highest)
+            highest = self._score(w, queries, kv_slots, scores, turns, fetch=queries.start == 0)
+            tops, totals = self._weigh(w, queries, kv_slots, scores, turns, highest)
             step = self.at_once(queries)
             for first in range(0, self.vectors, step):
-                self._collect(w, queries, places, scores, turns, range(first, first + step))
+                self._collect(w, queries, kv_slots, scores, turns, range(first, first + step))
             for query, top, total in zip(queries, tops, totals, strict=True):
                 self._keep(w, query, top, total)
         w.do("ret void")
         return f"define internal void @cut({arguments}, float %scale) {{\n" + "\n".join(w.lines) + "\n}"
 
-    def _find(self, w: Writer, places: str, turns: str) -> None:
+    def _find(self, w: Writer, kv_slots: str, turns: str) -> None:
         """Write the listing of where the keys lie: in the prefix by their number, behind it by what the line says. The
         last one stands for those that are missing at the end."""
         page_at = w.op(f"sdiv i64 %first, {PAGE}")
@@ -163,25 +165,25 @@ class _Attention:
             behind = w.op(f"sub i64 {token}, %prefix")
             node = w.op(f"call i64 @llvm.smax.i64(i64 {behind}, i64 0)")
             there = w.load("ptr", w.op(f"getelementptr ptr, ptr %line, i64 {node}"), align=8)
-            inside = w.op(f"mul i64 {w.op(f'and i64 {token}, {PAGE - 1}')}, {self.shape.place}")
+            inside = w.op(f"mul i64 {w.op(f'and i64 {token}, {PAGE - 1}')}, {self.shape.kv_slot}")
             early = w.op(f"icmp slt i64 {behind}, 0")
-            place = w.op(f"select i1 {early}, ptr {w.at(page, inside)}, ptr {there}")
-            to = w.op(f"getelementptr ptr, ptr {places}, i64 {carried[0]}")
-            w.do(f"store ptr {w.at(place, '%at')}, ptr {to}, align 8")
+            kv_slot = w.op(f"select i1 {early}, ptr {w.at(page, inside)}, ptr {there}")
+            to = w.op(f"getelementptr ptr, ptr {kv_slots}, i64 {carried[0]}")
+            w.do(f"store ptr {w.at(kv_slot, '%at')}, ptr {to}, align 8")
             return [w.op(f"add i64 {carried[0]}, 1")]
 
         w.loop(w.op(f"mul i64 {turns}, {KEYS}"), [("i64", "0")], one)
 
-    def _keys(self, w: Writer, places: str, turn: str) -> list[str]:
+    def _keys(self, w: Writer, kv_slots: str, turn: str) -> list[str]:
         """Write the loading of where the next keys are."""
-        at = w.at(places, w.op(f"mul i64 {turn}, {8 * KEYS}"))
+        at = w.at(kv_slots, w.op(f"mul i64 {turn}, {8 * KEYS}"))
         return [w.load("ptr", at, 8 * key, 8) for key in range(KEYS)]
 
-    def _cached(self, w: Writer, place: str, vector: int, further: int = 0) -> str:
+    def _cached(self, w: Writer, kv_slot: str, vector: int, further: int = 0) -> str:
         """Write the loading of a vector of a key, or of what lies so many bytes further on, as floats; those of whole
         numbers are without their scale."""
         size, lanes = self.shape.size, self.lanes
-        found = w.load(f"<{lanes} x {self.shape.kept}>", place, vector * lanes * size + further, size)
+        found = w.load(f"<{lanes} x {self.shape.kept}>", kv_slot, vector * lanes * size + further, size)
         if size == 4:
             return found
         if size == 1:
@@ -197,14 +199,14 @@ class _Attention:
             four = w.op(f"insertelement {FOUR} {four}, float {scale}, i32 {lane}")
         return four
 
-    def _score(self, w: Writer, queries: range, places: str, scores: str, turns: str, fetch: bool) -> list[str]:
+    def _score(self, w: Writer, queries: range, kv_slots: str, scores: str, turns: str, fetch: bool) -> list[str]:
         """Write the scores of some queries, and return the highest, four of each."""
         scale = self._spread(w, "%scale", 4)
 
         def turn(carried: list[str]) -> list[str]:
             at, highest = carried[0], carried[1:]
-            keys = self._keys(w, places, at)
-            ahead = self._ahead(w, places, at, turns) if fetch else []
+            keys = self._keys(w, kv_slots, at)
+            ahead = self._ahead(w, kv_slots, at, turns) if fetch else []
             sums = self._products(w, queries, keys, ahead)
             seen = self._seen(w, at)
             by = w.op(f"fmul {FOUR} {self._scales(w, keys)}, {scale}") if self.shape.size == 1 else scale
@@ -218,22 +220,22 @@ class _Attention:
 
         return w.loop(turns, [("i64", "0"), *((FOUR, _all(LOWEST)) for _ in queries)], turn)[1:]
 
-    def _ahead(self, w: Writer, places: str, turn: str, turns: str) -> list[str]:
+    def _ahead(self, w: Writer, kv_slots: str, turn: str, turns: str) -> list[str]:
         """Where keys some turns ahead lie, and the values that go with them: to be fetched, as a turn is too long for
         the processor to look beyond it."""
         last = w.op(f"sub i64 {turns}, 1")
         ahead = w.op(f"call i64 @llvm.smin.i64(i64 {w.op(f'add i64 {turn}, {AHEAD}')}, i64 {last})")
-        keys = self._keys(w, places, ahead)
-        both = [place for key in keys for place in (key, w.at(key, self.shape.values))]
-        return [w.at(place, line) for place in both for line in range(0, self.shape.numbers, LINE)]
+        keys = self._keys(w, kv_slots, ahead)
+        both = [kv_slot for key in keys for kv_slot in (key, w.at(key, self.shape.values))]
+        return [w.at(kv_slot, line) for kv_slot in both for line in range(0, self.shape.numbers, LINE)]
 
     def _products(self, w: Writer, queries: range, keys: list[str], ahead: list[str]) -> list[str]:
         """Write the products of queries with four keys: for each query a vector of four. Meanwhile what lies `ahead` is
         fetched, a little at a time, as only so much can be under way."""
         sums: list[list[str]] = [[""] * KEYS for _ in queries]
         for vector in range(self.vectors):
-            for place in ahead[vector :: self.vectors]:
-                w.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
+            for kv_slot in ahead[vector :: self.vectors]:
+                w.do(f"call void @llvm.prefetch.p0(ptr {kv_slot}, i32 0, i32 3, i32 1)")
             values = [self._cached(w, key, vector) for key in keys]
             for own, query in zip(sums, queries, strict=True):
                 asked = w.load(self.kind, "%q", 4 * (query * self.shape.head_dim + vector * self.lanes), 4)
@@ -271,7 +273,7 @@ class _Attention:
         return w.at(w.at(scores, 4 * SPLIT * number_), w.op(f"mul i64 {turn}, {4 * KEYS}"))
 
     def _weigh(
-        self, w: Writer, queries: range, places: str, scores: str, turns: str, highest: list[str]
+        self, w: Writer, queries: range, kv_slots: str, scores: str, turns: str, highest: list[str]
     ) -> tuple[list[str], list[str]]:
         """Write the turning of scores into weights, with the scales of their values; returns the maximum of each query
         and the total of its weights."""
@@ -280,7 +282,7 @@ class _Attention:
 
         def turn(carried: list[str]) -> list[str]:
             at, totals = carried[0], carried[1:]
-            scales = self._scales(w, self._keys(w, places, at), self.shape.values) if self.shape.size == 1 else ""
+            scales = self._scales(w, self._keys(w, kv_slots, at), self.shape.values) if self.shape.size == 1 else ""
             for number_ in range(len(queries)):
                 where = self._scores(w, scores, number_, at)
                 below = w.op(f"fsub {FOUR} {w.load(FOUR, where, align=16)}, {spread[number_]}")
@@ -301,27 +303,27 @@ class _Attention:
             four = w.op(f"call {FOUR} @llvm.maxnum.v4f32({FOUR} {four}, {FOUR} {other})")
         return w.op(f"extractelement {FOUR} {four}, i32 0")
 
-    def _collect(self, w: Writer, queries: range, places: str, scores: str, turns: str, vectors: range) -> None:
+    def _collect(self, w: Writer, queries: range, kv_slots: str, scores: str, turns: str, vectors: range) -> None:
         """Write the sums of weighted values, some vectors of each query's, and their keeping."""
 
         def turn(carried: list[str]) -> list[str]:
             at, sums = carried[0], carried[1:]
-            keys = self._keys(w, places, at)
+            keys = self._keys(w, kv_slots, at)
             weights = [w.load(FOUR, self._scores(w, scores, one, at), align=16) for one in range(len(queries))]
             for lane, key in enumerate(keys):
                 spread = [self._lane(w, weight, lane) for weight in weights]
-                for place, vector in enumerate(vectors):
+                for index, vector in enumerate(vectors):
                     value = self._cached(w, key, vector, self.shape.values)
                     for one, weight in enumerate(spread):
-                        number_ = one * len(vectors) + place
+                        number_ = one * len(vectors) + index
                         sums[number_] = self._fma(w, value, weight, sums[number_])
             return [w.op(f"add i64 {at}, 1"), *sums]
 
         zeros = [(self.kind, "zeroinitializer") for _ in queries for _ in vectors]
         found = w.loop(turns, [("i64", "0"), *zeros], turn)[1:]
         for number_, total in enumerate(found):
-            one, place = divmod(number_, len(vectors))
-            to = w.at("%part", 4 * (queries[one] * part_floats(self.shape) + vectors[place] * self.lanes))
+            one, index = divmod(number_, len(vectors))
+            to = w.at("%part", 4 * (queries[one] * part_floats(self.shape) + vectors[index] * self.lanes))
             w.do(f"store {self.kind} {total}, ptr {to}, align 4")
 
     def _keep(self, w: Writer, query: int, top: str, total: str) -> None:

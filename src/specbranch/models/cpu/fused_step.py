@@ -2,7 +2,7 @@
 
 Owns the lists, the small buffers between operations, and the table of rows, in which stands all that tells one row from
 another: the lists know only how many there are. Gives what `Decoder.forward` and `Decoder.logits` give, up to rounding.
-Invariant: a row gets the same bits in any company, as every operation on the list promises that.
+Invariant: a row gets the same bits in any batch, as every operation on the list promises that.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class FusedStep:
         self.scored = arch.head_rows if decoder.columns is None else len(decoder.columns.ids)
         self._header = np.zeros(5, dtype=np.int64)
         self._times = StepTimes()
-        self._lines: list[np.ndarray] = []  # what the table of rows points to
+        self._paths: list[np.ndarray] = []  # what the table of rows points to
 
     def store(self, work: Sequence[Rows]) -> None:
         """Write the keys and values of some rows, and compute nothing that they do not need."""
@@ -132,7 +132,7 @@ class FusedStep:
         torch.index_select(self.decoder.cos, 0, turned, out=self.buffers["cos"][:rows])
         torch.index_select(self.decoder.sin, 0, turned, out=self.buffers["sin"][:rows])
         self.table[:rows, 3] = positions + 1
-        self._lines.clear()
+        self._paths.clear()
         first = 0
         for some in work:
             self._enter(some, self.table[first : first + len(some.tokens)])
@@ -153,15 +153,15 @@ class FusedStep:
 
     def _enter(self, rows: Rows, entries: np.ndarray) -> None:
         """Fill the entries of some rows, but for their counts, in the order of ENTRY."""
-        data, place = self.memory.data, self.memory.data.stride(4) * self.memory.data.element_size()
+        data, kv_slot = self.memory.data, self.memory.data.stride(4) * self.memory.data.element_size()
         pages = np.asarray(rows.table.pages, dtype=np.int64) * (data.stride(0) * data.element_size()) + data.data_ptr()
         behind = np.arange(rows.prefix, rows.start + len(rows.tokens))
-        tail = pages[behind // PAGE] + behind % PAGE * place
-        lines = _lines(rows, tail)
+        tail = pages[behind // PAGE] + behind % PAGE * kv_slot
+        paths = _paths(rows, tail)
         entries[:, 0], entries[:, 1] = pages.ctypes.data, rows.prefix
         entries[:, 2] = tail[rows.start - rows.prefix :]
-        entries[:, 4] = lines.ctypes.data + np.arange(len(lines)) * lines.strides[0]
-        self._lines += [pages, lines]
+        entries[:, 4] = paths.ctypes.data + np.arange(len(paths)) * paths.strides[0]
+        self._paths += [pages, paths]
 
     def _listed(self, rows: int) -> Operations:
         """List the operations of a step over so many rows."""
@@ -182,8 +182,8 @@ class FusedStep:
     def _add_norm(self, operations: Operations, weight: Tensor, rows: int, before: Linear, change: bool = True) -> None:
         arch, added = self.decoder.arch, self._at("change") if change else 0
         code, eps = self.kernels.addresses["norm"], float_bits(arch.rms_eps)
-        places = self._at("x"), added, weight.data_ptr(), self._at("h"), self._rounded(before)
-        operations.add(code, *places, rows, arch.hidden, eps)
+        pointers = self._at("x"), added, weight.data_ptr(), self._at("h"), self._rounded(before)
+        operations.add(code, *pointers, rows, arch.hidden, eps)
 
     def _rounded(self, layer: Linear) -> int:
         """Where the operation before a layer is to put its rows rounded; nowhere unless the layer wants them so."""
@@ -208,10 +208,10 @@ class FusedStep:
         operations.written = len(operations.rows)
         scale = float_bits(1.0 / math.sqrt(arch.head_dim))
         whole = arch.heads // arch.kv_heads * arch.head_dim % BLOCK == 0  # what one item computes
-        places = self._at("qkv"), table, self._at("seen"), self._rounded(layer.out) if whole else 0
+        pointers = self._at("qkv"), table, self._at("seen"), self._rounded(layer.out) if whole else 0
         operations.attending.append(len(operations.rows))
         tables = self._parts.data_ptr(), self._arrived.data_ptr()
-        operations.add(attend, *places, *tables, rows, 1, self._most, index, scale)
+        operations.add(attend, *pointers, *tables, rows, 1, self._most, index, scale)
         if isinstance(layer.out, BlockLinear) and not whole:
             code, *arguments = layer.out.rounding(self._at("seen"), self._at("rounded"), rows)
             operations.add(code.address, *arguments)
@@ -221,17 +221,17 @@ class FusedStep:
         return self.buffers[buffer].data_ptr()
 
 
-def _lines(rows: Rows, tail: np.ndarray) -> np.ndarray:
-    """List what each row sees behind the prefix, by addresses; a parent's place is below its child's, so these
-    follow the line."""
+def _paths(rows: Rows, tail: np.ndarray) -> np.ndarray:
+    """List what each row sees behind the prefix, by addresses; a parent's KV slot is below its child's, so these
+    follow the path."""
     if len(rows.seen) == 1 and rows.seen[0] + 1 == 1 << len(tail):  # plain decoding
         return tail[None]
     seen = rows.behind()
-    lines = np.zeros((len(seen), int(seen.sum(axis=1).max())), dtype=np.int64)
-    for line, one in zip(lines, seen, strict=True):
+    paths = np.zeros((len(seen), int(seen.sum(axis=1).max())), dtype=np.int64)
+    for path, one in zip(paths, seen, strict=True):
         found = tail[one]
-        line[: len(found)] = found
-    return lines
+        path[: len(found)] = found
+    return paths
 
 
 def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:

@@ -16,9 +16,9 @@ from specbranch.models.kv import SCALE
 
 # numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken
 FIELDS = 16
-# A row's entry in the table: where the addresses of its sequence's pages are listed, how many places the rows of its
-# sequence all see, the address of its own place, how many tokens it sees, and where the addresses of those behind the
-# prefix are listed. An address is that of a place's key in the first head of the first layer.
+# A row's entry in the table: where the addresses of its sequence's pages are listed, how many KV slots the rows of its
+# sequence all see, the address of its own KV slot, how many tokens it sees, and where the addresses of those behind the
+# prefix are listed. An address is that of a KV slot's key in the first head of the first layer.
 ENTRY = ("pages", "prefix", "slot", "count", "line")
 
 
@@ -43,18 +43,18 @@ class KernelShape:
 
     @property
     def numbers(self) -> int:
-        """How many bytes the numbers of a head are at a place; a scale is behind them."""
+        """How many bytes the numbers of a head are at a KV slot; a scale is behind them."""
         return self.head_dim * self.size
 
     @property
-    def place(self) -> int:
-        """How many bytes of a page two places of a head are apart."""
+    def kv_slot(self) -> int:
+        """How many bytes of a page two KV slots of a head are apart."""
         return self.numbers + (SCALE if self.size == 1 else 0)
 
     @property
     def head(self) -> int:
         """The same for two heads."""
-        return PAGE * self.place
+        return PAGE * self.kv_slot
 
     @property
     def values(self) -> int:

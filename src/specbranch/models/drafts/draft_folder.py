@@ -167,12 +167,12 @@ class DraftFile:
 
 def read_draft(folder: Path | str, fingerprint: str | None = None) -> DraftFile:
     """Open a draft folder without reading its weights; with a target's fingerprint, refuse a draft of another."""
-    place = Path(folder)
-    config = read_object(place / "config.json")
-    info = DraftInfo.read(config, place)
+    path = Path(folder)
+    config = read_object(path / "config.json")
+    info = DraftInfo.read(config, path)
     if fingerprint is not None:
-        info.check(fingerprint, place)
-    return DraftFile(place, config, info)
+        info.check(fingerprint, path)
+    return DraftFile(path, config, info)
 
 
 def save_draft(
@@ -186,16 +186,16 @@ def save_draft(
     provenance: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a draft of the target `arch`, replacing one that is there; another target's is refused."""
-    place = Path(folder)
-    refuse_other_draft(place, info.target_fingerprint)
+    path = Path(folder)
+    refuse_other_draft(path, info.target_fingerprint)
     config = {**config_of(arch), "num_hidden_layers": len(weights.layers), KEY: asdict(info)}
     told, made = dict(figures or {}), dict(provenance or {})
     texts = {"README.md": _card(info, licence, told, made), "provenance.json": _json({**made, "figures": told})}
-    with spoken(place, RESUME):
-        (place / "config.json").unlink(missing_ok=True)
-    write_durably(place / "model.safetensors", as_safetensors(_stored(arch, weights, info.storage), {"format": "pt"}))
+    with spoken(path, RESUME):
+        (path / "config.json").unlink(missing_ok=True)
+    write_durably(path / "model.safetensors", as_safetensors(_stored(arch, weights, info.storage), {"format": "pt"}))
     for name, text in {**texts, "config.json": _json(config)}.items():
-        write_durably(place / name, text.encode())
+        write_durably(path / name, text.encode())
 
 
 def refuse_other_draft(folder: Path, fingerprint: str) -> None:

@@ -81,32 +81,32 @@ def load_draft(
     `weights`: how its matrices are stored; nothing: in int8 if its file says so, else in `dtype`, as an inflated one
     is. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
     """
-    place = torch.device(device)
-    precision, stored = agreed(dtype, weights, place)
+    where = torch.device(device)
+    precision, stored = agreed(dtype, weights, where)
     recipe = read_inflation(folder) if is_inflation(folder) else None
     found = open_for_target(folder if recipe is None else checked_source(recipe).path, target)
     arch = (
         found.arch if recipe is None else inflated_architecture(found.arch, recipe.sizes, recipe.head_rows, recipe.name)
     )
-    context, kept = arch.choose_context(context_length, shorten=True), kept_in(cache_dtype, precision, place)
+    context, kept = arch.choose_context(context_length, shorten=True), kept_in(cache_dtype, precision, where)
     if recipe is None:
-        stored = _own_storage(found.draft, place, precision, dtype) if weights is None else stored
+        stored = _own_storage(found.draft, where, precision, dtype) if weights is None else stored
         if stored == "stored" and found.draft.info.storage != "int8":
             raise BadParameter(
                 f"weights of the draft is 'stored', but {found.name} stores floats; expected int8. Leave "
                 "--draft-weights out, or use int8."
             )
         # An inflated target's embedding is padded.
-        shared = None if is_inflation(target) else Shared.of(target_runner, place, precision)
-        shared = shared or _read_shared(found.target, found.source, place, precision, stored)
-        layers, norm = read_layers(arch, found.draft, place, precision, stored)
-        reduced = _reduced(found.draft.head_ids, shared.head, place, precision, stored)
+        shared = None if is_inflation(target) else Shared.of(target_runner, where, precision)
+        shared = shared or _read_shared(found.target, found.source, where, precision, stored)
+        layers, norm = read_layers(arch, found.draft, where, precision, stored)
+        reduced = _reduced(found.draft.head_ids, shared.head, where, precision, stored)
         held = Weights(shared.embedding, layers, norm, shared.head, reduced)
-        pages = pool_pages(arch, precision, place, context, tail, cache_tokens, weights=0, kept=kept)
+        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, weights=0, kept=kept)
     else:
-        pages = pool_pages(arch, precision, place, context, tail, cache_tokens, stored=stored, kept=kept)
-        held = _inflated(found, arch, recipe.seed, place, precision, stored)
-    tell(held, stored, place)
+        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, stored=stored, kept=kept)
+        held = _inflated(found, arch, recipe.seed, where, precision, stored)
+    tell(held, stored, where)
     return native_runner(Decoder(arch, held, context + tail), context, tail, pages, kept)
 
 

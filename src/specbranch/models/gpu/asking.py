@@ -58,11 +58,11 @@ def entries_of(asks: Sequence[Ask], spots: Sequence[Spot]) -> int | None:
     return next((count for count in COUNTS if count >= least), None)
 
 
-def answers(asks: Sequence[Ask], spots: Sequence[Spot], lines: np.ndarray) -> list[Proposal]:
-    """Make proposals of what lines say of the rows that were asked about."""
-    told = lines[:, CONFIDENCE:].copy()
-    told[:, 1] = np.where([ask.measure == "entropy" for ask in asks], lines[:, BOUND], lines[:, CONFIDENCE])
-    return proposed(spots, asks, told[:, 1:])
+def answers(asks: Sequence[Ask], spots: Sequence[Spot], results: np.ndarray) -> list[Proposal]:
+    """Make proposals of what results say of the rows that were asked about."""
+    numbers = results[:, CONFIDENCE:].copy()
+    numbers[:, 1] = np.where([ask.measure == "entropy" for ask in asks], results[:, BOUND], results[:, CONFIDENCE])
+    return proposed(spots, asks, numbers[:, 1:])
 
 
 def choosing_of(rows: int, spots: Iterable[tuple[int, Spot]]) -> Choosing:
@@ -104,13 +104,13 @@ def _nothing_asked(rows: int) -> np.ndarray:
     return table
 
 
-def lead(choosing: Choosing, trials: Sequence[Trial], places: Sequence[Sequence[int]]) -> None:
+def lead(choosing: Choosing, trials: Sequence[Trial], row_numbers: Sequence[Sequence[int]]) -> None:
     """Write down which token leads to each node of the trials, whose rows lie here; of siblings with the same token,
     to the first."""
     at: list[int] = []
     above: list[int] = []
     said: list[int] = []
-    for trial, (root, *rows) in zip(trials, places, strict=True):
+    for trial, (root, *rows) in zip(trials, row_numbers, strict=True):
         tokens, parents = trial.order.tokens, trial.order.parents or range(-1, len(trial.order.tokens) - 1)
         at += rows
         above += [root if parent < 0 else rows[parent] for parent in parents]

@@ -1,5 +1,5 @@
 """Attention over pages by positions: each row reads what it shares through its group's table, the rest through its own
-line.
+path.
 
 Owns two ways to the same numbers: Triton kernels, and plain operations on any device, which the kernels are compared
 with. Invariant: with the kernels a row's bits depend on its queries and on the keys it sees, in the order of positions,
@@ -30,7 +30,7 @@ BLOCK, TILE = 128, 64  # shared positions of a program, and queries, rows and he
 # behind so many positions blocks are several times as long where few queries are taken together: results are read again
 NEAR = 2048
 WIDE_BLOCK, WIDE_TILE = 32, 16  # in float32, which has no fast products and twice the size
-LINE = 32  # places of an own line at a time
+PATH_BLOCK = 32  # KV slots of an own path at a time
 CHUNK = 16  # blocks that are joined at a time; where there are more, twice as many
 WARPS, JOIN_WARPS = 4, 2
 STAGES = 2
@@ -49,9 +49,9 @@ def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -
     Gathers what each row sees: as much memory as all rows' caches together.
     """
     rows, heads, head_dim = queries.shape
-    places, seen = _seen_places(step)
-    # [rows, kv_heads, places, head_dim]
-    k, v = (side[places // PAGE, :, places % PAGE].transpose(1, 2) for side in (keys, values))
+    kv_slots, seen = _seen_slots(step)
+    # [rows, kv_heads, KV slots, head_dim]
+    k, v = (side[kv_slots // PAGE, :, kv_slots % PAGE].transpose(1, 2) for side in (keys, values))
     exact = torch.promote_types(queries.dtype, torch.float32)
     q = queries.view(rows, keys.shape[1], -1, head_dim).to(exact) / math.sqrt(head_dim)
     scores = torch.matmul(q, k.to(exact).transpose(-1, -2)).masked_fill(~seen[:, None, None], -torch.inf)
@@ -60,7 +60,7 @@ def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -
 
 
 def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -> Tensor:
-    """Do the same with Triton: one launch for partial results of own lines and shared blocks, one that joins them."""
+    """Do the same with Triton: one launch for partial results of own paths and shared blocks, one that joins them."""
     from specbranch.models.gpu import attention_kernels as kernels
 
     rows, heads, head_dim = queries.shape
@@ -79,7 +79,7 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
         "LONG": long,
         "NEAR": NEAR,
     }
-    tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "LINE": LINE, "OWN": OWN}
+    tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "LINE": PATH_BLOCK, "OWN": OWN}
     tiling |= {"TILE_ROWS": tile_rows, "TILES": GROUP_ROWS // tile_rows, "OWN_TILE": max(padded, 16)}
     # Within a capture these come from the graphs' own memory, and all layers and graphs take turns with it.
     sums = queries.new_empty(rows, heads, slots, head_dim)
@@ -165,8 +165,8 @@ def _largest_error(device: torch.device, dtype: torch.dtype, heads: int, kv_head
     return float((attend_by_kernels(q, k, v, step).float() - attend_plainly(q, k, v, step).float()).abs().max())
 
 
-def _seen_places(step: Views) -> tuple[Tensor, Tensor]:
-    """The flat places that each row may see, its own line first, and which of them it does [rows, places]."""
+def _seen_slots(step: Views) -> tuple[Tensor, Tensor]:
+    """The flat KV slots that each row may see, its own path first, and which of them it does [rows, KV slots]."""
     device = step.tables.device
     first, count = step.groups.unbind(1)
     row = torch.arange(len(step.slots), device=device)

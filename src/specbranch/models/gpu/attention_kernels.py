@@ -1,6 +1,6 @@
-"""The Triton kernels of attention by positions: partial results of own lines and of shared blocks, and their joining.
+"""The Triton kernels of attention by positions: partial results of own paths and of shared blocks, and their joining.
 
-Owns the order of every sum. Invariant: which numbers a row adds, and in which order, follows from its own line and from
+Owns the order of every sum. Invariant: which numbers a row adds, and in which order, follows from its own path and from
 how many positions it shares; not from the rows beside it, from the number of programs launched, or from where in the
 pool anything lies. Needs Triton, so nobody imports it but `attention`, when it is asked to.
 """
@@ -14,10 +14,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale, page_stride, slots,
+def _own_path(q, keys, values, sums, tops, totals, count, own, row, head, scale, page_stride, slots,
               HEADS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-              PAGE: tl.constexpr, LINE: tl.constexpr):  # fmt: skip
-    """Attend to a row's own line, LINE places at a time, with the heads that share a key head."""
+              PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr):  # fmt: skip
+    """Attend to a row's own path, PATH_BLOCK KV slots at a time, with the heads that share a key head."""
     g = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
     at = row * HEADS + head * SHARE + g
@@ -25,13 +25,13 @@ def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale,
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, WIDTH), tl.float32)
-    for begin in range(0, count, LINE):
-        j = begin + tl.arange(0, LINE)
-        place = tl.load(own + j, mask=j < count, other=0)
-        place = (place // PAGE).to(tl.int64) * page_stride + head * PAGE * DIM + (place % PAGE) * DIM
+    for begin in range(0, count, PATH_BLOCK):
+        j = begin + tl.arange(0, PATH_BLOCK)
+        offset = tl.load(own + j, mask=j < count, other=0)
+        offset = (offset // PAGE).to(tl.int64) * page_stride + head * PAGE * DIM + (offset % PAGE) * DIM
         live = (j < count)[:, None] & (d < DIM)[None, :]
-        k = tl.load(keys + place[:, None] + d[None, :], mask=live, other=0.0)
-        v = tl.load(values + place[:, None] + d[None, :], mask=live, other=0.0)
+        k = tl.load(keys + offset[:, None] + d[None, :], mask=live, other=0.0)
+        v = tl.load(values + offset[:, None] + d[None, :], mask=live, other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where((j < count)[None, :], scores, float("-inf"))
         new = tl.maximum(top, tl.max(scores, 1))
@@ -73,10 +73,10 @@ def _read(queries, keys, values, end, start, most, scale, top, total, acc,
     """Add what BLOCK positions of a page give to what was read before."""
     d = tl.arange(0, WIDTH)
     j = start + tl.arange(0, BLOCK)
-    place = (j % PAGE)[:, None] * DIM + d[None, :]
+    offset = (j % PAGE)[:, None] * DIM + d[None, :]
     written = (j < most)[:, None] & (d < DIM)[None, :]  # what no row of the tile shares may be anything, NaN too
-    k = tl.load(keys + place, mask=written, other=0.0)
-    v = tl.load(values + place, mask=written, other=0.0)
+    k = tl.load(keys + offset, mask=written, other=0.0)
+    v = tl.load(values + offset, mask=written, other=0.0)
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(j[None, :] < end[:, None], scores, float("-inf"))
     new = tl.maximum(top, tl.max(scores, 1))
@@ -105,10 +105,10 @@ def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, W
 def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride,
                     rows, pages, slots,
                     HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
-                    WIDTH: tl.constexpr, PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+                    WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
                     LONG: tl.constexpr, NEAR: tl.constexpr, TILE_ROWS: tl.constexpr, TILES: tl.constexpr,
                     OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line,
+    """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own path,
     result 1 + b is block b."""
     if EARLY:  # see product_kernels
         gdc_wait()
@@ -116,8 +116,8 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
     head = tl.program_id(1)  # of rows and blocks there may be more than a second axis has room for
     program = tl.program_id(0)
     if program < rows:
-        _own_line(q, keys, values, sums, tops, totals, tl.load(own_count + program), own + program * OWN, program, head,
-                  scale, page_stride, slots, HEADS, SHARE, OWN_TILE, DIM, WIDTH, PAGE, LINE)  # fmt: skip
+        _own_path(q, keys, values, sums, tops, totals, tl.load(own_count + program), own + program * OWN, program, head,
+                  scale, page_stride, slots, HEADS, SHARE, OWN_TILE, DIM, WIDTH, PAGE, PATH_BLOCK)  # fmt: skip
     else:
         tile = (program - rows) // (slots - 1)
         block = (program - rows) % (slots - 1)
@@ -142,7 +142,7 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
 def join(sums, tops, totals, shared, out, slots,
          HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
          NEAR: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Join the results of one row and head: the own line, then as many blocks as the row shares."""
+    """Join the results of one row and head: the own path, then as many blocks as the row shares."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()

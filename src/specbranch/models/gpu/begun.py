@@ -21,11 +21,11 @@ from specbranch.models.transfer import Reading
 
 @dataclass(slots=True)
 class Ahead:
-    """A step of plain decoding: each sequence's next token, as the device chose it, read at the next place."""
+    """A step of plain decoding: each sequence's next token, as the device chose it, read at the next KV slot."""
 
     rows: dict[int, int]  # by sequence
-    places: dict[int, tuple[int, int]]  # in the sequence, and in the pool
-    lines: Reading
+    kv_slots: dict[int, tuple[int, int]]  # in the sequence, and in the pool
+    results: Reading
     tokens: dict[int, int] = field(default_factory=dict)  # what was chosen and read, once that is known
 
     def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
@@ -34,7 +34,7 @@ class Ahead:
             feed.seq in self.rows
             and list(feed.tokens) == [self.tokens.get(feed.seq)]
             and part.start == part.prefix
-            and self.places[feed.seq] == (part.start, int(part.places()[0]))
+            and self.kv_slots[feed.seq] == (part.start, int(part.kv_slots()[0]))
             for feed, part in zip(work, rows, strict=True)
         )
 
@@ -42,9 +42,11 @@ class Ahead:
 class Received:
     """A step that verifies a tree."""
 
-    def __init__(self, seq: int, table: Table, start: int, read: Reading, lines: Reading, begun: DeviceMoment) -> None:
+    def __init__(
+        self, seq: int, table: Table, start: int, read: Reading, results: Reading, begun: DeviceMoment
+    ) -> None:
         """`read`: the token and the parent of each of its rows, behind how many these are; `begun`: when it was."""
-        self.seq, self.lines, self.begun = seq, lines, begun
+        self.seq, self.results, self.begun = seq, results, begun
         self._start, self._read = start, read
         self._pages = table.pages[: -(-(start + GROUP_ROWS) // PAGE)]
 
@@ -64,7 +66,7 @@ class Followed:
     seq: int
     rows: Rows
     pages: list[int]
-    lines: Reading
+    results: Reading
     begun: DeviceMoment
 
     def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:

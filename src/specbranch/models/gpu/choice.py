@@ -24,16 +24,17 @@ log = logging.getLogger("specbranch")
 
 TILE = 2048  # columns that a program looks through
 COUNTS = (1, 8)  # best entries that a graph may be asked for
-# numbers of a line before its entries: token, whether it is reached, confidence, and AdaEDL's, where several are wanted
+# numbers of a row of results before its entries: token, whether it is reached, confidence, and AdaEDL's, where several
+# are wanted
 BEFORE, CONFIDENCE, BOUND = 4, 2, 3
 
 
 class Chooser:
     """Chooses among the first `width` columns of a model's logits; what rows choose is left in `picks` too.
 
-    It answers with a line a row [rows, BEFORE + 2·count] in float32, which holds token ids exactly: token, whether the
-    row is reached, two confidences, the best tokens, their scores. Lines stand until it is asked again about as many
-    rows.
+    It answers with a row of results for each row [rows, BEFORE + 2·count] in float32, which holds token ids exactly:
+    token, whether the row is reached, two confidences, the best tokens, their scores. Results stand until it is asked
+    again about as many rows.
     """
 
     def __init__(self, picks: Tensor, width: int, columns: Columns | None = None) -> None:
@@ -41,7 +42,7 @@ class Chooser:
         self.width, self.picks, self._device = width, picks, device
         self._ids = torch.arange(width, device=device) if columns is None else columns.ids[:width].to(device)
         self._listed = columns is not None
-        self._lines: dict[tuple[int, int], Tensor] = {}
+        self._results: dict[tuple[int, int], Tensor] = {}
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self.by_kernels = self._kernels_work()
 
@@ -72,24 +73,24 @@ class Chooser:
 
         rows, tiles, early = logits.shape[0], -(-self.width // TILE), begins_early(self._device)
         tops = logits.new_empty(rows, tiles, count, dtype=torch.float32)
-        places, sums = torch.empty_like(tops, dtype=torch.int32), tops.new_empty(4, rows, tiles)
-        lines = self._kept(rows, count)
+        columns, sums = torch.empty_like(tops, dtype=torch.int32), tops.new_empty(4, rows, tiles)
+        results = self._kept(rows, count)
         shared = {"COUNT": count, "LISTED": self._listed, "EARLY": early, "num_warps": 4, **launch(early)}
         per = choosing.stride(0)
         kernels.scan[(rows, tiles)](
-            logits, self._ids, choosing, tops, places, sums, self.width, logits.stride(0), per, TILE=TILE, **shared
+            logits, self._ids, choosing, tops, columns, sums, self.width, logits.stride(0), per, TILE=TILE, **shared
         )  # fmt: skip
         kernels.settle[(rows,)](
-            self._ids, choosing, counts, tops, places, sums, self.picks, lines, self._arrived, self.width, per, tiles,
-            lines.shape[1], ENTRIES=power_of_two(tiles * count), TILES=power_of_two(tiles), ROWS=power_of_two(rows),
+            self._ids, choosing, counts, tops, columns, sums, self.picks, results, self._arrived, self.width, per, tiles,
+            results.shape[1], ENTRIES=power_of_two(tiles * count), TILES=power_of_two(tiles), ROWS=power_of_two(rows),
             **shared,
         )  # fmt: skip
-        return lines
+        return results
 
     def _kept(self, rows: int, count: int) -> Tensor:
-        if (rows, count) not in self._lines:
-            self._lines[rows, count] = torch.zeros(rows, BEFORE + 2 * count, device=self._device)
-        return self._lines[rows, count]
+        if (rows, count) not in self._results:
+            self._results[rows, count] = torch.zeros(rows, BEFORE + 2 * count, device=self._device)
+        return self._results[rows, count]
 
     @torch.inference_mode()
     def _kernels_work(self) -> bool:

@@ -46,15 +46,16 @@ def _gumbel(ids, first, second):
 
 
 @triton.jit
-def _best(values, places, out_values, out_places, COUNT: tl.constexpr):
-    """Write the greatest values, one after the other, of equal ones that with the least place; returns the greatest."""
+def _best(values, columns, out_values, out_columns, COUNT: tl.constexpr):
+    """Write the greatest values, one after the other, of equal ones that with the least column; returns the
+    greatest."""
     greatest = tl.max(values, 0)
     for rank in tl.static_range(COUNT):
         top = tl.max(values, 0)
-        at = tl.min(tl.where(values == top, places, NOWHERE), 0)
+        at = tl.min(tl.where(values == top, columns, NOWHERE), 0)
         tl.store(out_values + rank, top)
-        tl.store(out_places + rank, at)
-        values = tl.where(places == at, float("-inf"), values)
+        tl.store(out_columns + rank, at)
+        values = tl.where(columns == at, float("-inf"), values)
     return greatest
 
 
@@ -73,7 +74,7 @@ def _bound(sums, part, held):
 
 
 @triton.jit(do_not_specialize=["width", "stride", "per"])
-def scan(logits, ids, choosing, tops, places, sums, width, stride, per,
+def scan(logits, ids, choosing, tops, columns, sums, width, stride, per,
          TILE: tl.constexpr, COUNT: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """The best entries of one tile of one row, and the sum of its exponentials; where several are wanted, what its
     entropy is made of, without noise: the greatest entry, and sums over exponentials below it."""
@@ -97,12 +98,12 @@ def scan(logits, ids, choosing, tops, places, sums, width, stride, per,
     if tl.load(choosing + 3 * per + row) != 0:
         token = tl.load(ids + j, mask=j < width, other=0) if LISTED else j
         score += _gumbel(token, tl.load(choosing + per + row), tl.load(choosing + 2 * per + row))
-    top = _best(score, j, tops + at * COUNT, places + at * COUNT, COUNT)
+    top = _best(score, j, tops + at * COUNT, columns + at * COUNT, COUNT)
     tl.store(sums + at, tl.sum(tl.exp2((score - tl.where(top == float("-inf"), 0.0, top)) * LOG2_E), 0))
 
 
 @triton.jit(do_not_specialize=["width", "per", "tiles", "across"])
-def settle(ids, choosing, counts, tops, places, sums, picks, lines, arrived, width, per, tiles, across,
+def settle(ids, choosing, counts, tops, columns, sums, picks, results, arrived, width, per, tiles, across,
            ENTRIES: tl.constexpr, COUNT: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr,
            EARLY: tl.constexpr):  # fmt: skip
     """One row's token, confidence and best entries; the last row to come follows the chosen tokens from every root."""
@@ -110,29 +111,29 @@ def settle(ids, choosing, counts, tops, places, sums, picks, lines, arrived, wid
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0)
-    line = lines + row * across
+    result = results + row * across
     e = tl.arange(0, ENTRIES)
     held = e < tiles * COUNT
     score = tl.load(tops + row * tiles * COUNT + e, mask=held, other=float("-inf"))
-    place = tl.load(places + row * tiles * COUNT + e, mask=held, other=NOWHERE)
+    column = tl.load(columns + row * tiles * COUNT + e, mask=held, other=NOWHERE)
     best = tl.max(score, 0)
     t = tl.arange(0, TILES)
     own = tl.load(tops + (row * tiles + t) * COUNT, mask=t < tiles, other=float("-inf"))
     part = tl.load(sums + row * tiles + t, mask=t < tiles, other=0.0)
-    tl.store(line + CONFIDENCE, 1.0 / tl.sum(part * tl.exp2((own - best) * LOG2_E), 0))
+    tl.store(result + CONFIDENCE, 1.0 / tl.sum(part * tl.exp2((own - best) * LOG2_E), 0))
     if COUNT > 1:
-        tl.store(line + BOUND, _bound(sums + row * tiles + t, tl.num_programs(0) * tiles, t < tiles))
+        tl.store(result + BOUND, _bound(sums + row * tiles + t, tl.num_programs(0) * tiles, t < tiles))
     for rank in tl.static_range(COUNT):
         top = tl.max(score, 0)
-        at = tl.min(tl.where(score == top, place, NOWHERE), 0)
+        at = tl.min(tl.where(score == top, column, NOWHERE), 0)
         column = tl.minimum(at, width - 1)  # where no number is a number, any token
         token = tl.load(ids + column).to(tl.int32) if LISTED else column
         if rank == 0:
             tl.store(picks + row, token)
-            tl.store(line, token.to(tl.float32))
-        tl.store(line + BEFORE + rank, token.to(tl.float32))
-        tl.store(line + BEFORE + COUNT + rank, top)
-        score = tl.where(place == at, float("-inf"), score)
+            tl.store(result, token.to(tl.float32))
+        tl.store(result + BEFORE + rank, token.to(tl.float32))
+        tl.store(result + BEFORE + COUNT + rank, top)
+        score = tl.where(column == at, float("-inf"), score)
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived, 0)
@@ -145,4 +146,4 @@ def settle(ids, choosing, counts, tops, places, sums, picks, lines, arrived, wid
             said = tl.load(choosing + 5 * per + way, mask=live, other=0)
             reached = reached & ((said == -1) | (said == tl.load(picks + above, cache_modifier=".cg")))
             way = above
-        tl.store(lines + r * across + 1, reached.to(tl.float32), mask=live)
+        tl.store(results + r * across + 1, reached.to(tl.float32), mask=live)

@@ -46,38 +46,38 @@ class TextRead:
 
     seq: int
     length: int
-    lines: Tensor  # as long as nothing else was run
+    results: Tensor  # as long as nothing else was run
     row: int  # of its last token
     begun: DeviceMoment
 
     def ends(self, growing: Growing, length: int) -> bool:
         """Whether a tree is to grow behind it, of which that is all it needs to know."""
-        return growing.seq == self.seq and length == self.length and not growing.unread and not growing.tree.read
+        return growing.seq == self.seq and length == self.length and not growing.uncomputed and not growing.tree.read
 
 
 class TreeGrower:
     """Grows one tree at a time where its model is."""
 
     def __init__(self, graphs: Graphs, most_pages: int, spare: int, transfer: Transfer) -> None:
-        """`most_pages`: at most in a sequence's table; `spare`: the flat place for padding."""
+        """`most_pages`: at most in a sequence's table; `spare`: the flat KV slot for padding."""
         self._graphs, self._transfer = graphs, transfer
         self.tree = graphs.tree = DeviceTree(most_pages, transfer.device, spare)
 
     def room(self, growing: Growing, slots: Slots, request: Request, read: TextRead | None = None) -> int:
         """How many nodes of a tree may be read where its model is; 0: the tree is to be grown step by step. `read`:
         its text was read ahead."""
-        growth, unread = growing.growth, len(growing.unread)
+        growth, uncomputed = growing.growth, len(growing.uncomputed)
         # the draft says what follows the text, or has said it before
-        text_answered = unread > 0 or growing.tree.read or read is not None
-        fits = len(growth.step) <= LANES and growth.children <= ENTRIES and unread <= self._graphs.step.most_rows
-        if not text_answered or not fits or not asking.is_chosen_in_graph(_spot(request, slots, unread)):
+        text_answered = uncomputed > 0 or growing.tree.read or read is not None
+        fits = len(growth.step) <= LANES and growth.children <= ENTRIES and uncomputed <= self._graphs.step.most_rows
+        if not text_answered or not fits or not asking.is_chosen_in_graph(_spot(request, slots, uncomputed)):
             return 0
         parents = (NODES - len(growing.tree)) // growth.children - 1  # that may have children
-        return max(min(slots.room - unread, growth.most, parents), 0)
+        return max(min(slots.room - uncomputed, growth.most, parents), 0)
 
-    def bucket(self, places: int) -> Bucket:
-        """The bucket of all steps of a tree behind so many places."""
-        return growing_bucket(places, self._graphs.step.least)
+    def bucket(self, kv_slots: int) -> Bucket:
+        """The bucket of all steps of a tree behind so many KV slots."""
+        return growing_bucket(kv_slots, self._graphs.step.least)
 
     def carries(self, moves: np.ndarray) -> bool:
         """Whether the first step of a tree can make these moves."""
@@ -94,12 +94,12 @@ class TreeGrower:
         read: TextRead | None = None,
     ) -> None:
         """Bring a tree to the device; its first step makes the moves, unless its text was read ahead."""
-        unread = len(growing.unread)
-        asked = -1 if growing.tree.read else unread - 1 if read is None else read.row
+        uncomputed = len(growing.uncomputed)
+        asked = -1 if growing.tree.read else uncomputed - 1 if read is None else read.row
         if growing.growth.deepest > DEEPEST:
             growing = replace(growing, growth=replace(growing.growth, deepest=DEEPEST))
-        spot = _spot(request, slots, unread)
-        tail = 0 if unread else len(slots.tokens)
+        spot = _spot(request, slots, uncomputed)
+        tail = 0 if uncomputed else len(slots.tokens)
         array = self.tree.planted(growing, asked, spot.position, tail, room, table.pages, _noise(spot), moves)
         self._transfer.into(self.tree.state, array)
 
@@ -110,37 +110,37 @@ class TreeGrower:
 
     def choose(self, bucket: Bucket, read: TextRead | None = None) -> None:
         """Have the first step chosen, of a tree whose text was read before."""
-        self.tree.grow(None if read is None else read.lines, self._graphs.input, bucket)
+        self.tree.grow(None if read is None else read.results, self._graphs.input, bucket)
 
     def steps(self, bucket: Bucket, done: Done, launch: Callable[[Bucket], None]) -> tuple[list[int], int]:
         """Launch the steps that the device chooses; returns how many nodes each read, and how many there are in the
         end."""
         widths: list[int] = []
-        count, width = self.tree.told(0)
+        count, width = self.tree.reported(0)
         while width and len(widths) < STEPS and not done():
             launch(bucket)
             widths.append(width)
-            count, width = self.tree.told(len(widths))
+            count, width = self.tree.reported(len(widths))
         return widths, count
 
     def grown(self, growing: Growing, slots: Slots, steps: list[int], count: int, read: TextRead | None = None) -> Tree:
         """Read the tree back, and add to the sequence what was read of it."""
-        nodes, places = self.tree.nodes(self._transfer.down(self.tree.held(count)))
-        _add_read(nodes, places, slots)
+        nodes, kv_slots = self.tree.nodes(self._transfer.down(self.tree.held(count)))
+        _add_read(nodes, kv_slots, slots)
         tree = GrowingTree(growing.tree)
         tree.nodes, tree.read = nodes, True
-        text = len(growing.unread) if read is None else read.row + 1
+        text = len(growing.uncomputed) if read is None else read.row + 1
         tree.steps = [text, *steps] if text else steps
         return tree.tree()
 
 
-def _spot(request: Request, slots: Slots, unread: int) -> Spot:
+def _spot(request: Request, slots: Slots, uncomputed: int) -> Spot:
     """Where the first token of a tree will stand."""
-    return Spot(request, len(slots.prefix) + unread, list)
+    return Spot(request, len(slots.prefix) + uncomputed, list)
 
 
 def _noise(spot: Spot) -> NoiseKeys:
-    """The temperature, and the keys of a place and of those a tree may reach behind it."""
+    """The temperature, and the keys of a position and of those a tree may reach behind it."""
     request, temperature = spot.request, int(np.float32(temperature_of(spot)).view(np.int32))
     if not is_noisy(spot):
         return temperature, ()
@@ -148,8 +148,8 @@ def _noise(spot: Spot) -> NoiseKeys:
     return temperature, [key for position in positions for key in keys(request.seed, request.sample, position)]
 
 
-def _add_read(nodes: list[Node], places: list[int], slots: Slots) -> None:
-    """Add the nodes that were read of a tree to the tail, each at its place."""
-    new = sorted((place, n) for n, place in enumerate(places) if nodes[n].fed and place >= len(slots.tokens))
+def _add_read(nodes: list[Node], kv_slots: list[int], slots: Slots) -> None:
+    """Add the nodes that were read of a tree to the tail, each at its KV slot."""
+    new = sorted((kv_slot, n) for n, kv_slot in enumerate(kv_slots) if nodes[n].fed and kv_slot >= len(slots.tokens))
     above = [nodes[n].parent for _, n in new]
-    slots.grow([nodes[n].token for _, n in new], [ROOT if parent == ROOT else places[parent] for parent in above])
+    slots.grow([nodes[n].token for _, n in new], [ROOT if parent == ROOT else kv_slots[parent] for parent in above])

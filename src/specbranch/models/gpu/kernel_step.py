@@ -1,4 +1,4 @@
-"""A decoder's forward in six kernels a layer: near the memory's pace, and a row with the same bits in any company.
+"""A decoder's forward in six kernels a layer: near the memory's pace, and a row with the same bits in any batch.
 
 Owns the small buffers between kernels and how each product is cut up. Invariant: the order of every sum follows from a
 product's shape and from a pinned table, never from a trial at run time; only how many rows share a program follows from

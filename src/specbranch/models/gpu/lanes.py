@@ -33,7 +33,7 @@ class LaneSteps:
         nodes = self._nodes(number)
         self._seen = [seen | 1 << node for seen, node in zip(self._seen, nodes, strict=True)]
         tokens = self._read if number == 0 else [-1 - lane for lane in range(self.width)]
-        rows = Rows(self._table, tokens, self._slots.place(nodes.start), len(self._slots.prefix), self._seen)
+        rows = Rows(self._table, tokens, self._slots.slot_of(nodes.start), len(self._slots.prefix), self._seen)
         spots = [spot._replace(position=spot.position + number) for spot in self.spots]
         return [rows], choosing_of(self.width, enumerate(spots))
 

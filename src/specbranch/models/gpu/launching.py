@@ -1,7 +1,7 @@
 """The native Runner's steps on a GPU: rows are written out, brought up, launched, and held.
 
 Owns the order of a step: nodes are added on the host, all that the device needs goes up in one copy, the graph is
-started, and one read brings the answers. Invariants: nothing waits for the device but that read; places that are to
+started, and one read brings the answers. Invariants: nothing waits for the device but that read; KV slots that are to
 move move before anything else is read or written; all that a runner launches goes on its one stream (`_here`), so that
 two models work at once and nothing of one has to wait for the other.
 """
@@ -39,7 +39,7 @@ from specbranch.models.gpu.layout import (
 from specbranch.models.gpu.own_stream import OnStream, own_stream
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
-from specbranch.models.model import PIECES, ProbeNetwork
+from specbranch.models.model import PREFILL_CHUNKS, ProbeNetwork
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
 from specbranch.models.sample import Asked
@@ -54,7 +54,7 @@ class StepLauncher(NativeRunner):
 
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
-        self._fused, self.piece = None, PIECES["cuda"]
+        self._fused, self.prefill_chunk = None, PREFILL_CHUNKS["cuda"]
         self._stream = own_stream(self, self.device) if self.device.type == "cuda" else None
         self._clock = None if self._stream is None else StreamClock(self._stream)
         self.transfer.stream = self._stream
@@ -62,7 +62,7 @@ class StepLauncher(NativeRunner):
         with self._in_turn():  # weights and pages were made on the caller's stream
             self._graphs = Graphs(step_of(decoder, self.memory), self._most_pages)
             self._graphs.choose_with(self._chooser())
-        # still to be made: sequence, places, and the lowest that is written
+        # still to be made: sequence, KV slots, and the lowest that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
         # what was begun before anybody asked for it: a step, and a text behind which a tree may grow
         self._ahead: Ahead | Received | Followed | None = None
@@ -152,8 +152,8 @@ class StepLauncher(NativeRunner):
         return ran, self._read_later(ran, len(choosing.said))
 
     def _read_later(self, ran: Ran, rows: int) -> Reading:
-        assert ran.lines is not None
-        return self.transfer.later(ran.lines[:rows])
+        assert ran.results is not None
+        return self.transfer.later(ran.results[:rows])
 
     def _start(
         self, rows: list[Rows], choosing: Choosing, count: int, tree_step: Bucket | None = None, timed: bool = False
@@ -219,14 +219,14 @@ class StepLauncher(NativeRunner):
             raise
 
     def _waiting_moves(self) -> np.ndarray:
-        return np.concatenate([places for _, places, _ in self._moves], axis=1)
+        return np.concatenate([kv_slots for _, kv_slots, _ in self._moves], axis=1)
 
     def _moves_for(self, rows: int) -> np.ndarray | None:
         """The moves that go with a step of so many rows; where it has no room for them, they are made before it."""
         if not self._moves:
             return None
         moves = self._waiting_moves()
-        # a place may be left by one keep and filled by the next
+        # a KV slot may be left by one keep and filled by the next
         in_order = self._graphs.step.moves or len(self._moves) == 1
         if in_order and moves.shape[1] <= most_moves(rows):
             return moves
@@ -250,7 +250,7 @@ class StepLauncher(NativeRunner):
         return sent
 
     def _forget_moves(self) -> None:
-        """Forget what was to move, and the places it was to move to: its worker will have them read again."""
+        """Forget what was to move, and the KV slots it was to move to: its worker will have them read again."""
         for seq, _, first in self._moves:
             if seq in self._held:
                 self.rewind(seq, min(first, len(self.slots(seq).prefix)))

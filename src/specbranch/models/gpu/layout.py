@@ -2,7 +2,7 @@
 
 Owns the order of the sections and their padding. Invariant: where a section lies depends on the bucket alone, so a
 captured graph reads every step of a bucket through the same views. A row reads the positions before `shared` through
-its group's page table, the others, itself last, through its own line. Where the one ends follows from the row's
+its group's page table, the others, itself last, through its own path. Where the one ends follows from the row's
 position alone, as long as the part of its tail that does not lie at its own positions is at most a group deep. What is
 asked of the rows, and what is to be moved before, goes with them.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from specbranch.core.pages import PAGE
 from specbranch.models.batch import GROUP, Rows
 
-OWN = 192  # the longest own line
+OWN = 192  # the longest own path
 MOST_ROWS = 512  # in a step
 GROUP_ROWS = 16  # rows of a sequence that read its shared positions together
 ALIGNED = 32  # numbers: sections begin at whole cache lines, whatever the bucket
@@ -62,15 +62,15 @@ class Views:
 
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
-    slots: Tensor  # [rows] flat places that keys and values are written to
+    slots: Tensor  # [rows] flat KV slots that keys and values are written to
     shared: Tensor  # [rows] how many positions are read through the table
-    own_count: Tensor  # [rows] length of the own line, at least 1
+    own_count: Tensor  # [rows] length of the own path, at least 1
     groups: Tensor  # [groups, 2] first row and how many, one after the other; 0 where a group is padding
     tables: Tensor  # [groups, pages]
-    own: Tensor  # [rows, OWN] flat places in the order of positions; beyond `own_count` they mean nothing
+    own: Tensor  # [rows, OWN] flat KV slots in the order of positions; beyond `own_count` they mean nothing
     choosing: Tensor | None = None  # [fields of Choosing, at least rows]
     counts: Tensor | None = None  # how many moves there are, and how deep the longest way from a root is
-    # [2, some] flat places: what lies at the first is copied to the second, one after the other
+    # [2, some] flat KV slots: what lies at the first is copied to the second, one after the other
     moves: Tensor | None = None
 
 
@@ -80,13 +80,13 @@ def bucket_of(work: Sequence[Rows], least: Bucket = LEAST) -> Bucket:
     if not 0 < rows <= MOST_ROWS:
         raise ValueError(f"a step takes 1 to {MOST_ROWS} rows, not {rows}; deal them out first")
     groups = sum([-(-len(part.tokens) // GROUP_ROWS) for part in work])
-    places = max([part.start + len(part.tokens) for part in work])
-    found = power_of_four(rows), power_of_four(groups), power_of_two(-(-places // PAGE))
+    kv_slots = max([part.start + len(part.tokens) for part in work])
+    found = power_of_four(rows), power_of_four(groups), power_of_two(-(-kv_slots // PAGE))
     return Bucket(*map(max, found, least))
 
 
 def most_moves(rows: int) -> int:
-    """How many places a step of so many rows can move."""
+    """How many KV slots a step of so many rows can move."""
     return max(4 * rows, 2 * ALIGNED)
 
 
@@ -131,7 +131,7 @@ def pack(
     moves: np.ndarray | None = None,
     least: Bucket = LEAST,
 ) -> tuple[np.ndarray, Bucket]:
-    """Write rows out for a device; padding is written to, and read from, the flat place `spare`."""
+    """Write rows out for a device; padding is written to, and read from, the flat KV slot `spare`."""
     work = [part for part in work if part.tokens]
     bucket = bucket_of(work, least)
     packed = _blank(bucket, spare).copy()
@@ -140,7 +140,7 @@ def pack(
     own[rows:] = spare
     per_row[0, :rows] = [token for part in work for token in part.tokens]
     _write_groups(work, groups, tables)
-    _write_lines(work, per_row[1:PER_ROW, :rows], own[:rows])
+    _write_paths(work, per_row[1:PER_ROW, :rows], own[:rows])
     if choosing is not None:
         for field, numbers in enumerate(choosing, PER_ROW):
             per_row[field, :rows] = numbers
@@ -166,14 +166,14 @@ class Sheet:
         self._said[1 : len(tokens)] = tokens[1:]
 
     def move(self, moves: np.ndarray | None) -> None:
-        """Have places moved before, or none."""
+        """Have KV slots moved before, or none."""
         self._counts[0] = count = 0 if moves is None else moves.shape[1]
         if moves is not None:
             self._moves[:, :count] = moves
 
 
 def padding(bucket: Bucket, spare: int) -> np.ndarray:
-    """A packed step without a row: it reads and writes the flat place `spare`."""
+    """A packed step without a row: it reads and writes the flat KV slot `spare`."""
     packed = _blank(bucket, spare).copy()
     _section(packed, bucket, OWN_LINES)[:] = spare
     return packed
@@ -181,7 +181,7 @@ def padding(bucket: Bucket, spare: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _blank(bucket: Bucket, spare: int) -> np.ndarray:
-    """A packed step in which nothing but own lines has to be written where there is no row."""
+    """A packed step in which nothing but own paths has to be written where there is no row."""
     packed = np.zeros(packed_size(bucket), dtype=np.int32)
     per_row, _, tables, _ = _sections(packed, bucket)
     tables[:], per_row[2], per_row[4] = spare >> SHIFT, spare, 1
@@ -197,10 +197,10 @@ def deepest(parents: np.ndarray | Tensor) -> int:
     return max(depth)
 
 
-def _write_lines(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> None:
-    """Write down the rows' positions, their places, how much they share, and their own lines, with their lengths."""
+def _write_paths(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> None:
+    """Write down the rows' positions, their KV slots, how much they share, and their own paths, with their lengths."""
     positions, slots, shared, counts = per_row
-    firsts = [max(part.prefix // GROUP - 1, 0) * GROUP for part in work]  # no own line begins before
+    firsts = [max(part.prefix // GROUP - 1, 0) * GROUP for part in work]  # no own path begins before
     window = _window(work, firsts)
     if len(work) == 1:
         placed = _placed_alone(tuple(work[0].seen), work[0].prefix - firsts[0])
@@ -211,21 +211,21 @@ def _write_lines(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> 
         placed = _placed(tail, *_prefixes(work, firsts))
         positions[:], shared[:] = placed.positions, placed.shared
     counts[:] = placed.counts
-    window.take(placed.lines, out=own[:, : placed.lines.shape[1]], mode="clip")
-    slots[:] = own[_counting(len(own)), counts - 1]  # a row is the last of its own line
+    window.take(placed.paths, out=own[:, : placed.paths.shape[1]], mode="clip")
+    slots[:] = own[_counting(len(own)), counts - 1]  # a row is the last of its own path
 
 
 class _Placed(NamedTuple):
-    """Where rows stand, how many positions each shares, and its own line, by places in the window."""
+    """Where rows stand, how many positions each shares, and its own path, by KV slots in the window."""
 
     positions: np.ndarray  # [rows]
     shared: np.ndarray  # [rows]
     counts: np.ndarray  # [rows]
-    lines: np.ndarray  # [rows, longest]
+    paths: np.ndarray  # [rows, longest]
 
 
 def _placed(tail: _Tails, prefix: int | np.ndarray, end: int | np.ndarray) -> _Placed:
-    """Place rows behind prefixes that end at these places of the window."""
+    """Place rows behind prefixes that end at these KV slots of the window."""
     positions = tail.depth + prefix
     shared = np.maximum((positions & -GROUP) - GROUP, 0)
     if tail.deepest > GROUP:
@@ -233,22 +233,22 @@ def _placed(tail: _Tails, prefix: int | np.ndarray, end: int | np.ndarray) -> _P
     counts = positions - shared + 1
     longest = int(counts.max())
     if longest > OWN:
-        raise ValueError(f"a row's own line has {longest} places, {OWN} fit; commit before the tail grows so deep")
-    before = prefix - shared  # how much of a line is prefix
-    lines = (end - before)[:, None] + _counting(longest)
+        raise ValueError(f"a row's own path has {longest} KV slots, {OWN} fit; commit before the tail grows so deep")
+    before = prefix - shared  # how much of a path is prefix
+    paths = (end - before)[:, None] + _counting(longest)
     if tail.row.size:
-        lines[tail.row, before[tail.row] + tail.rank] += tail.off
-    return _Placed(positions, shared, counts, lines)
+        paths[tail.row, before[tail.row] + tail.rank] += tail.off
+    return _Placed(positions, shared, counts, paths)
 
 
 @lru_cache(maxsize=1024)  # chains come again and again: there are 32 of each length
 def _placed_alone(seen: tuple[int, ...], prefix: int) -> _Placed:
-    """The same for one sequence, counted from where its own lines may begin: a whole number of groups before."""
+    """The same for one sequence, counted from where its own paths may begin: a whole number of groups before."""
     return _placed(_tails(seen), prefix, prefix)
 
 
 def _window(work: Sequence[Rows], firsts: Sequence[int]) -> np.ndarray:
-    """The flat places of every sequence from a place on up to its last row's, one sequence behind the other."""
+    """The flat KV slots of every sequence from a KV slot on up to its last row's, one sequence behind the other."""
     pieces: list[np.ndarray] = []
     for part, first in zip(work, firsts, strict=True):
         end = part.start + len(part.tokens)

@@ -164,7 +164,7 @@ def embed(tokens, picks, counts, moves, table, norm, stream, scaled, squares, me
           WIDTH: tl.constexpr, NORMS: tl.constexpr, PIECE: tl.constexpr, SIDE: tl.constexpr, PAGE: tl.constexpr,
           DIM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Begin the stream of one row with its token, a negative one being what a row of the step before chose. Programs
-    beyond the rows move what a verdict left behind to its new place, each in one layer's keys or values."""
+    beyond the rows move what a verdict left behind to its new KV slot, each in one layer's keys or values."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -182,9 +182,9 @@ def embed(tokens, picks, counts, moves, table, norm, stream, scaled, squares, me
         n = tl.arange(0, NORMS)
         tl.store(squares + row * NORMS + n, tl.where(n == 0, tl.sum(wide * wide, 0), 0.0))
     else:
-        e = tl.arange(0, PIECE)  # of one place: [kv_heads, DIM]
+        e = tl.arange(0, PIECE)  # of one KV slot: [kv_heads, DIM]
         within = (row - rows).to(tl.int64) * (SIDE * PAGE) + e // DIM * (PAGE * DIM) + e % DIM
-        for move in range(tl.load(counts)):  # one after the other: a place may be left and then filled
+        for move in range(tl.load(counts)):  # one after the other: a KV slot may be left and then filled
             source = tl.load(moves + move)
             target = tl.load(moves + per + move)
             from_page = (source // PAGE).to(tl.int64) * page_stride + source % PAGE * DIM
@@ -200,7 +200,7 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queri
         NORMED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
         PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
         EARLY: tl.constexpr):  # fmt: skip
-    """Queries, keys and values of some rows, turned; keys and values go to their places. A tile has as much of each
+    """Queries, keys and values of some rows, turned; keys and values go to their KV slots. A tile has as much of each
     half of a head."""
     if EARLY:
         gdc_wait()
@@ -218,7 +218,7 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queri
     c = tl.load(cos + angle).to(tl.float32)
     s = tl.load(sin + angle).to(tl.float32)  # the second half of a table has the sine as it is
     slot = tl.load(slots + r, mask=r < rows, other=0)
-    place = ((slot // PAGE).to(tl.int64) * page_stride + slot % PAGE * DIM)[:, None] + j[None, :]
+    offset = ((slot // PAGE).to(tl.int64) * page_stride + slot % PAGE * DIM)[:, None] + j[None, :]
     N = (HEADS + 2 * KV_HEADS) * DIM
     acc = (
         _product(x, w, scale, columns, i < TILE, first, N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY)
@@ -236,9 +236,9 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queri
     if head < HEADS:
         to = queries + r[:, None] * (HEADS * DIM) + head * DIM + j[None, :]
     elif head < HEADS + KV_HEADS:
-        to = keys + (head - HEADS) * (PAGE * DIM) + place
+        to = keys + (head - HEADS) * (PAGE * DIM) + offset
     else:
-        to = values + (head - HEADS - KV_HEADS) * (PAGE * DIM) + place
+        to = values + (head - HEADS - KV_HEADS) * (PAGE * DIM) + offset
     tl.store(to, a.to(queries.dtype.element_ty), mask=live)
     tl.store(to + DIM // 2, b.to(queries.dtype.element_ty), mask=live)
 

@@ -44,7 +44,7 @@ class DeviceReceiver:
     """Where a model's next step is written by a tree that has grown; one for all sequences."""
 
     def __init__(self, spare: int, step_input: Tensor, least: Bucket, capture: bool = False) -> None:
-        """`spare`: the flat place for padding; `step_input`: where steps are read from; `capture`: launch by graphs,
+        """`spare`: the flat KV slot for padding; `step_input`: where steps are read from; `capture`: launch by graphs,
         which takes less of the host's time."""
         # how many rows there are, and of each its token and its parent
         self.read = torch.zeros(1 + LANES, 2, dtype=torch.int32, device=step_input.device)
@@ -53,7 +53,7 @@ class DeviceReceiver:
 
     def bucket(self, text: Expected, nodes: int) -> Bucket:
         """The bucket of the step that verifies something of a tree of so many nodes."""
-        pages = max(power_of_two(-(-text.places // PAGE)), self.least.pages)
+        pages = max(power_of_two(-(-text.kv_slots // PAGE)), self.least.pages)
         rows = power_of_four(1 + min(nodes, len(text.sending.prices)))
         return Bucket(max(rows, self.least.rows), 1, pages)
 
@@ -134,8 +134,8 @@ class Expected:
         self.spot = Spot(request, prefix + 1, list)
 
     @property
-    def places(self) -> int:
-        """How many places the sequence has at the most, with what is sent."""
+    def kv_slots(self) -> int:
+        """How many KV slots the sequence has at the most, with what is sent."""
         return self.prefix + 1 + len(self.sending.prices)
 
 

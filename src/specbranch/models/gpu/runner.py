@@ -72,19 +72,21 @@ class GpuRunner(StepLauncher):
         with self._here(), self._grown(work) as rows:
             spots = [self.spot(ask.seq, ask.node, ask) for ask in asks]
             row_of = asking.rows_in(work, self._first_nodes(work))
-            places = [row for ask in asks if (row := row_of(ask.seq, ask.node)) is not None]
-            here = len(places) == len(asks) > 0 and self._is_one_step(rows)
+            row_numbers = [row for ask in asks if (row := row_of(ask.seq, ask.node)) is not None]
+            here = len(row_numbers) == len(asks) > 0 and self._is_one_step(rows)
             count = asking.entries_of(asks, spots) if here else None
             if count is not None:
-                choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(places, spots, strict=True))
-                ran, lines = self._chosen(rows, choosing, count)
+                choosing = asking.choosing_of(
+                    sum(len(part.tokens) for part in rows), zip(row_numbers, spots, strict=True)
+                )
+                ran, results = self._chosen(rows, choosing, count)
                 self._hold(work, wide(ran.logits), None)
             else:
                 sent = self._launch(
                     work, rows, self.sampler.proposing(spots, asks, self.decoder.columns) if asks else {}
                 )
         if count is not None:
-            return asking.answers(asks, spots, lines()[places])
+            return asking.answers(asks, spots, results()[row_numbers])
         if not asks:
             return []
         with self._here():
@@ -100,16 +102,16 @@ class GpuRunner(StepLauncher):
         held, read, self._ahead, self.grown_at, self.begun = self._held[growing.seq], self._read, None, None, None
         read = read if read is not None and read.ends(growing, len(held.slots)) else None
         room = self._grower.room(growing, held.slots, self._requests[growing.seq], read)
-        places = len(held.slots) + len(growing.unread) + room
+        kv_slots = len(held.slots) + len(growing.uncomputed) + room
         if not room:
             return None
         try:
             with self._here():
                 try:
-                    self._reach(held, len(held.slots), places)
+                    self._reach(held, len(held.slots), kv_slots)
                 except CacheFull:  # step by step a tree may grow in what there is
                     return None
-                bucket = self._grower.bucket(places)
+                bucket = self._grower.bucket(kv_slots)
                 self._plant(growing, room, bucket, read)
                 if growing.receiver is not None:
                     self._grower.bring_sheet(growing.receiver.prepare())
@@ -146,15 +148,15 @@ class GpuRunner(StepLauncher):
                 step = self._packed([rows], asking.choosing_of(count, [(count - 1, spot)]), moves)
             ran = self._run_packed(*step, moves, ENTRIES, timed=True)
             self._hold([feed], wide(ran.logits), None)
-        assert ran.lines is not None
-        self._read = TextRead(seq, spot.position, ran.lines, count - 1, self._started)
+        assert ran.results is not None
+        self._read = TextRead(seq, spot.position, ran.results, count - 1, self._started)
         self.texts_read += 1
         return True
 
     def _plant(self, growing: Growing, room: int, bucket: Bucket, read: TextRead | None) -> None:
         """Bring a tree to the device, and have its first step chosen. What is unread of its text is read for that,
         and committed."""
-        seq, count, moves = growing.seq, len(growing.unread), NO_MOVES
+        seq, count, moves = growing.seq, len(growing.uncomputed), NO_MOVES
         held, request = self._held[seq], self._requests[seq]
         if not count and self._moves:  # else they are made with the text's step
             moves = self._waiting_moves()
@@ -166,7 +168,7 @@ class GpuRunner(StepLauncher):
             self._grower.choose(bucket, read)
             return
         spot = Spot(request, len(held.slots.prefix) + count, list)
-        with self._grown([Feed(seq, growing.unread, tuple(range(ROOT, count - 1)))]) as rows:
+        with self._grown([Feed(seq, growing.uncomputed, tuple(range(ROOT, count - 1)))]) as rows:
             self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, bucket)
         # Committed where it lies. No page is given back, as `keep` would: the tree's steps are about to write there.
         self._rows[seq].clear()
@@ -199,15 +201,15 @@ class GpuRunner(StepLauncher):
 
     def _lane_steps(self, steps: LaneSteps, count: int, hear: Hear) -> int:
         """Take steps until somebody has heard enough; one more may be under way then, which is as if it were not."""
-        lines = self._chosen(*steps.step(0), count)[1]
+        results = self._chosen(*steps.step(0), count)[1]
         for number in range(steps.lanes.steps):
             ahead = self._chosen(*steps.step(number + 1), count)[1] if number + 1 < steps.lanes.steps else None
-            told = lines()
-            goes_on = hear(asking.answers(steps.asks, steps.spots, told))
-            steps.heard(number, told[:, 0].astype(int).tolist())
+            numbers = results()
+            goes_on = hear(asking.answers(steps.asks, steps.spots, numbers))
+            steps.heard(number, numbers[:, 0].astype(int).tolist())
             if not goes_on or ahead is None:
                 return number + 1
-            lines = ahead
+            results = ahead
         return 0
 
     @torch.inference_mode()
@@ -217,20 +219,20 @@ class GpuRunner(StepLauncher):
         work = [feed for feed in work if feed.tokens]
         with self._here(), self._tapping(self._wanted(work)), self._grown(work) as rows:
             spots = [spot for trial in trials for spot in self._spots_of(trial)]
-            places = self._chosen_rows(work, rows, trials, spots)
-            if places is None:
+            row_numbers = self._chosen_rows(work, rows, trials, spots)
+            if row_numbers is None:
                 return self._verify_shaped(work, rows, trials, spots)
-            lines, at = self._lines(work, rows, trials, spots, places)
+            results, at = self._results(work, rows, trials, spots, row_numbers)
             said = self._go_on(rows, trials, spots, at)
 
         def judged() -> list[Judged]:
             follows = len(trials) == 1 and trials[0].order.follows is not None and rows[0].start == rows[0].prefix
             if follows:
-                self._write_chains(trials[0].seq, rows[0], at[0][0], lines.ready)
-            found = _judged(trials, at, lines(), said)
+                self._write_chains(trials[0].seq, rows[0], at[0][0], results.ready)
+            found = _judged(trials, at, results(), said)
             return [self._follow(trials[0], rows[0].table, found[0])] if follows else found
 
-        return Verdicts(judged, lines.ready)
+        return Verdicts(judged, results.ready)
 
     def receiver(self, seq: int, on: Context, sending: SendingLater) -> Receiver | None:
         """Who is to be given a tree that grows behind a text, of which all but the last token is committed."""
@@ -248,7 +250,7 @@ class GpuRunner(StepLauncher):
             return None
         with self._here():
             try:
-                self._reach(held, text.prefix, text.places)
+                self._reach(held, text.prefix, text.kv_slots)
             except CacheFull:  # once it is asked for, it waits for memory as any other order
                 return None
             if self._moves:
@@ -272,10 +274,12 @@ class GpuRunner(StepLauncher):
             transfer.mark(self._stream).wait(around)  # before another tree is written there
             with self._moving():
                 ran = self._graphs.run_brought(bucket, 0, 1)
-            assert ran.lines is not None
-            lines = transfer.later(ran.lines)
+            assert ran.results is not None
+            results = transfer.later(ran.results)
         self.received += 1
-        self._ahead = Received(seq, held.table, text.prefix, transfer.later(self._receiver.read, around), lines, begun)
+        self._ahead = Received(
+            seq, held.table, text.prefix, transfer.later(self._receiver.read, around), results, begun
+        )
 
     def _spots_of(self, trial: Trial) -> list[Spot]:
         """Where the tokens after a trial's root and after each of its nodes will stand."""
@@ -303,30 +307,32 @@ class GpuRunner(StepLauncher):
             return None
         return asking.trial_rows(trials, asking.rows_in(work, self._first_nodes(work)))
 
-    def _lines(
+    def _results(
         self,
         work: Sequence[Feed],
         rows: list[Rows],
         trials: Sequence[Trial],
         spots: Sequence[Spot],
-        places: list[list[int]],
+        row_numbers: list[list[int]],
     ) -> tuple[Reading, list[list[int]]]:
-        """Start the step, unless it was started before; returns its lines, and which of them are the trials'."""
+        """Start the step, unless it was started before; returns its results, and which of them are the trials'."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not self._moves and ahead.reads(work, rows):
             if isinstance(ahead, Ahead):
-                return ahead.lines, [[ahead.rows[trial.seq]] for trial in trials]
+                return ahead.results, [[ahead.rows[trial.seq]] for trial in trials]
             self.begun = ahead.begun
             if isinstance(ahead, Received):
                 self.received_right += 1
             else:
                 self.followed_right += 1
-            return ahead.lines, places
-        choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(chain(*places), spots, strict=True))
-        asking.lead(choosing, trials, places)
-        lines = self._chosen(rows, choosing, 1, timed=True)[1]
+            return ahead.results, row_numbers
+        choosing = asking.choosing_of(
+            sum(len(part.tokens) for part in rows), zip(chain(*row_numbers), spots, strict=True)
+        )
+        asking.lead(choosing, trials, row_numbers)
+        results = self._chosen(rows, choosing, 1, timed=True)[1]
         self.begun = self._started
-        return lines, places
+        return results, row_numbers
 
     def _go_on(
         self, rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], at: list[list[int]]
@@ -340,12 +346,12 @@ class GpuRunner(StepLauncher):
         if not fits or not asking.are_chosen_in_graph(after):
             return None
         there = [
-            Rows(part.table, [-1 - place], part.start + 1, part.start + 1, [1])
-            for part, (place,) in zip(rows, at, strict=True)
+            Rows(part.table, [-1 - kv_slot], part.start + 1, part.start + 1, [1])
+            for part, (kv_slot,) in zip(rows, at, strict=True)
         ]
-        _, lines = self._chosen(there, asking.choosing_of(len(there), enumerate(after)), 1)
-        places = {trial.seq: (part.start, int(part.places()[0])) for trial, part in zip(trials, there, strict=True)}
-        self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, places, lines)
+        _, results = self._chosen(there, asking.choosing_of(len(there), enumerate(after)), 1)
+        kv_slots = {trial.seq: (part.start, int(part.kv_slots()[0])) for trial, part in zip(trials, there, strict=True)}
+        self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, kv_slots, results)
         return self._ahead.tokens
 
     def _write_chains(self, seq: int, part: Rows, root: int, done: Done) -> None:
@@ -355,7 +361,7 @@ class GpuRunner(StepLauncher):
 
     @torch.inference_mode()
     def _follow(self, trial: Trial, table: Table, found: Judged) -> Judged:
-        """Start the step that most likely follows on a verdict, at the places behind it, where all of them lie on a
+        """Start the step that most likely follows on a verdict, at the KV slots behind it, where all of them lie on a
         page that it keeps."""
         order, seq = trial.order, trial.seq
         if order.follows is None or self._moves or found.token == NO_TOKEN:
@@ -365,9 +371,9 @@ class GpuRunner(StepLauncher):
         room = min(-start % PAGE, self._context_length - start, GROUP_ROWS)
         if not isinstance(chain, tuple) or room < 1 + len(chain):
             return found
-        if not order.is_chain:  # what was taken has to move to its places
-            line = trial.line(found.path)
-            self.keep(seq, line, len(line))
+        if not order.is_chain:  # what was taken has to move to its KV slots
+            kept = trial.nodes_on(found.path)
+            self.keep(seq, kept, len(kept))
             found = Judged(found.path, found.token, kept=True)
         tokens = (found.token, *chain)
         with self._here():
@@ -376,10 +382,10 @@ class GpuRunner(StepLauncher):
             if step is None:
                 rows = chain_rows(table, tokens, start)
                 step = self._packed([rows], chain_choosing(self._requests[seq], rows), moves)
-            lines = self._read_later(self._run_packed(*step, moves, 1, timed=True), len(tokens))
+            results = self._read_later(self._run_packed(*step, moves, 1, timed=True), len(tokens))
         self.followed += 1
         pages = table.pages[: start // PAGE + 1]
-        self._ahead = Followed(seq, chain_rows(table, tokens, start), pages, lines, self._started)
+        self._ahead = Followed(seq, chain_rows(table, tokens, start), pages, results, self._started)
         return found
 
     def _verify_shaped(
@@ -402,10 +408,10 @@ class GpuRunner(StepLauncher):
             self._picked(sample.unscaled(logits, sent), sent["choice"]), sample.shape(logits, sent), sent
         )
         said = self._probed(of_trials, tokens) if any(trial.wants_forecast for trial in trials) else None
-        lines = self.transfer.later(verdict.lines(logits, tokens, reached, top, said))
-        told = [said is not None and row.states is not None for row in of_trials]
+        results = self.transfer.later(verdict.results(logits, tokens, reached, top, said))
+        probed = [said is not None and row.states is not None for row in of_trials]
         return Verdicts(
-            lambda: verdict.judged(trials, lines(), top, 0 if said is None else said.shape[1], told), lines.ready
+            lambda: verdict.judged(trials, results(), top, 0 if said is None else said.shape[1], probed), results.ready
         )
 
     def _picked(self, logits: Tensor, choice: Tensor) -> Tensor:
@@ -437,13 +443,13 @@ class GpuRunner(StepLauncher):
 
 
 def _judged(
-    trials: Sequence[Trial], at: Sequence[Sequence[int]], lines: np.ndarray, said: dict[int, int] | None
+    trials: Sequence[Trial], at: Sequence[Sequence[int]], results: np.ndarray, said: dict[int, int] | None
 ) -> list[Judged]:
-    """Make verdicts of lines; notes what each sequence says, where a step was started that presumes it."""
-    told, found = lines[:, : CONFIDENCE + 1].tolist(), []
+    """Make verdicts of results; notes what each sequence says, where a step was started that presumes it."""
+    numbers, found = results[:, : CONFIDENCE + 1].tolist(), []
     for trial, (root, *nodes) in zip(trials, at, strict=True):
-        path = tuple([index for index, row in enumerate(nodes) if told[row][1]])
-        way = [told[root], *(told[nodes[index]] for index in path)]
+        path = tuple([index for index, row in enumerate(nodes) if numbers[row][1]])
+        way = [numbers[root], *(numbers[nodes[index]] for index in path)]
         # a row whose logits are not all finite has no confidence
         token = NO_TOKEN if math.isnan(sum(row[CONFIDENCE] for row in way)) else int(way[-1][0])
         found.append(Judged(path, token))

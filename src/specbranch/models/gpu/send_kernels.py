@@ -47,9 +47,9 @@ PRICES, MOVES_AT, PAGES_AT = (tl.constexpr(receiving.AT[name]) for name in ("pri
 
 
 @triton.jit
-def _flat(held, place, live):
-    """Where places of the sequence lie in the pool."""
-    return tl.load(held + PAGES_AT + place // PAGE, mask=live, other=0.0).to(tl.int32) * PAGE + place % PAGE
+def _flat(held, kv_slot, live):
+    """Where KV slots of the sequence lie in the pool."""
+    return tl.load(held + PAGES_AT + kv_slot // PAGE, mask=live, other=0.0).to(tl.int32) * PAGE + kv_slot % PAGE
 
 
 @triton.jit
@@ -169,8 +169,8 @@ def _write_rows(tree, nodes, held, packed, groups, tables, own, counts, moves, r
     for begin in range(0, moved, 32):
         m = begin + tl.arange(0, 32)
         for side in tl.static_range(2):
-            place = tl.load(held + MOVES_AT + side * MOVES + m, mask=m < moved, other=0.0).to(tl.int32)
-            tl.store(moves + side * MOVES + m, place, mask=m < moved)
+            kv_slot = tl.load(held + MOVES_AT + side * MOVES + m, mask=m < moved, other=0.0).to(tl.int32)
+            tl.store(moves + side * MOVES + m, kv_slot, mask=m < moved)
 
 
 @triton.jit(do_not_specialize=["begin", "pages", "wide"])

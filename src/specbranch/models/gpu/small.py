@@ -37,7 +37,7 @@ class Small:
 def turned(
     qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor
 ) -> Tensor:
-    """Turn queries and keys, write keys and values to their places; returns the queries [rows, heads, head_dim].
+    """Turn queries and keys, write keys and values to their KV slots; returns the queries [rows, heads, head_dim].
 
     `pages` [pages, PAGE, 2, kv_heads, head_dim] is written to as it was given: a view made in here would be copied when
     compiled.

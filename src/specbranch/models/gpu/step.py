@@ -99,7 +99,7 @@ class Ran:
 
     logits: Tensor  # [the bucket's rows, vocabulary or columns]
     states: Tensor | None  # hidden states of some last layers, side by side
-    lines: Tensor | None  # what was chosen, see `choice.Choice`
+    results: Tensor | None  # what was chosen, see `choice.Choice`
 
 
 class Graphs:
@@ -178,10 +178,10 @@ class Graphs:
         logits, states = self._step.forward(step, layers)
         if not count or self.chooser is None or step.choosing is None or step.counts is None:
             return Ran(logits, states, None)
-        lines = self.chooser(logits, step.choosing, step.counts, count)
+        results = self.chooser(logits, step.choosing, step.counts, count)
         if grows and self.tree is not None:
-            self.tree.grow(lines, self.input, growing_bucket(bucket.pages * PAGE, self._step.least))
-        return Ran(logits, states, lines)
+            self.tree.grow(results, self.input, growing_bucket(bucket.pages * PAGE, self._step.least))
+        return Ran(logits, states, results)
 
     def _captured(self, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, Ran]:
         """Capture a kind of step, on one of padding alone: what moves or goes on from what was chosen must happen
@@ -204,7 +204,7 @@ class Graphs:
             for tensor, before in zip(changed, held, strict=True):
                 tensor.copy_(before)
             if self.tree is not None:
-                self.tree.forget_told()
+                self.tree.forget_reported()
         log.info(
             "Captured a step of %s, %d layers tapped, %d chosen, in %.2f s.",
             size,
@@ -224,7 +224,7 @@ class Graphs:
                 ran = self._forward(*kind)
         torch.cuda.synchronize(self._device)
         logits = ran.logits if self._step.lasting else self._out(0, ran.logits)
-        return Ran(logits, None if ran.states is None else self._out(kind[1], ran.states), ran.lines)
+        return Ran(logits, None if ran.states is None else self._out(kind[1], ran.states), ran.results)
 
     def _out(self, key: int, like: Tensor) -> Tensor:
         if key not in self._outs or len(self._outs[key]) < len(like):

@@ -1,4 +1,4 @@
-"""When a stream came to a place in its work, in the host's seconds.
+"""When a stream came to a point in its work, in the host's seconds.
 
 Owns the tie between a device's events and the host's clock: it is tied anew whenever a moment is noted while the stream
 rests, since then both clocks are at it; so neither drift nor the coarse count of an old tie matters. Invariant: noting

@@ -26,7 +26,7 @@ FIELDS, EDGES = tl.constexpr(len(trees.FIELDS)), tl.constexpr(trees.PARTS["edges
 BEFORE, CONFIDENCE, ONE, OWN, PAGE, GROUP = (tl.constexpr(n) for n in (_BEFORE, _CONFIDENCE, _ONE, _OWN, _PAGE, _GROUP))
 CHUNK = tl.constexpr(8)  # nodes looked through at a time
 SMALL = tl.constexpr(256)  # nodes of a tree as most are
-BACK = tl.constexpr(2 * trees.DEEPEST)  # positions of the text that a row may have in its own line
+BACK = tl.constexpr(2 * trees.DEEPEST)  # positions of the text that a row may have in its own path
 ROOT, NOWHERE = tl.constexpr(-1), tl.constexpr(2147483647)
 
 COUNT, FED, SPENT, WIDTH, TAIL, PREFIX, ASKED, STEP, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY = (
@@ -69,7 +69,7 @@ NOW, PRICES, EDGE, FIRST, OTHER, LOOKED, ODDS, KEYS, MOVES_AT, PAGES_AT = (
     tl.constexpr(trees.AT[name])
     for name in ("now", "step", "edges", "first", "other", "looked", "odds", "keys", "moves", "pages")
 )
-TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, PLACE, KNOWN, ROW = (
+TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, SLOT, KNOWN, ROW = (
     tl.constexpr(trees.FIELDS.index(name))
     for name in [
         "token",
@@ -82,7 +82,7 @@ TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, PLACE, KNOWN,
         "look",
         "fed",
         "sent",
-        "place",
+        "kv_slot",
         "known",
         "row",
     ]
@@ -101,23 +101,23 @@ def _class_of(state, said):
 
 
 @triton.jit
-def _flat(state, place, live):
-    """Where places of the sequence lie in the pool."""
-    return tl.load(state + PAGES_AT + place // PAGE, mask=live, other=0.0).to(tl.int32) * PAGE + place % PAGE
+def _flat(state, kv_slot, live):
+    """Where KV slots of the sequence lie in the pool."""
+    return tl.load(state + PAGES_AT + kv_slot // PAGE, mask=live, other=0.0).to(tl.int32) * PAGE + kv_slot % PAGE
 
 
 @triton.jit
-def _add_candidates(state, nodes, lines, across, count, now, live):
+def _add_candidates(state, nodes, results, across, count, now, live):
     """Take in what the draft proposes after the nodes read last; returns how many nodes there are then."""
     lane = tl.arange(0, LANES)
     rank = tl.arange(0, ENTRIES)
     is_root = now == ROOT
-    line = lines + tl.where(is_root, tl.load(state + ASKED).to(tl.int32), lane) * across
-    top = tl.load(line + BEFORE + ENTRIES, mask=live, other=0.0).to(tl.float64)
-    sure = tl.load(line + CONFIDENCE, mask=live, other=0.0).to(tl.float64)
+    result = results + tl.where(is_root, tl.load(state + ASKED).to(tl.int32), lane) * across
+    top = tl.load(result + BEFORE + ENTRIES, mask=live, other=0.0).to(tl.float64)
+    sure = tl.load(result + CONFIDENCE, mask=live, other=0.0).to(tl.float64)
     there = live[:, None] & (rank < tl.load(state + CHILDREN).to(tl.int32))[None, :]
-    token = tl.load(line[:, None] + BEFORE + rank[None, :], mask=there, other=0.0).to(tl.int32)
-    score = tl.load(line[:, None] + BEFORE + ENTRIES + rank[None, :], mask=there, other=float("-inf")).to(tl.float64)
+    token = tl.load(result[:, None] + BEFORE + rank[None, :], mask=there, other=0.0).to(tl.int32)
+    score = tl.load(result[:, None] + BEFORE + ENTRIES + rank[None, :], mask=there, other=float("-inf")).to(tl.float64)
     there = there & (score > float("-inf"))
     said = sure[:, None] * tl.exp(tl.where(there, score - top[:, None], 0.0))
     chance = tl.load(state + tl.where(rank == 0, FIRST, OTHER)[None, :] + _class_of(state, said))
@@ -151,7 +151,7 @@ def _add_candidates(state, nodes, lines, across, count, now, live):
     tl.store(new + LOOK, nothing, mask=fresh)
     tl.store(new + READ, nothing, mask=fresh)
     tl.store(new + SENT, nothing, mask=fresh)
-    tl.store(new + PLACE, nothing - 1.0, mask=fresh)
+    tl.store(new + SLOT, nothing - 1.0, mask=fresh)
     tl.store(new + KNOWN, nothing, mask=fresh)
     tl.debug_barrier()
     _weigh(state, nodes, planted, now, live)
@@ -203,9 +203,9 @@ def _choose(state, nodes, count, fed, spent, SIZE: tl.constexpr):
         bar = tl.max(rest, 0)
         left -= tl.sum((rest == bar).to(tl.int32), 0)
         rest = tl.where(rest == bar, -1.0, rest)
-    unread = tl.load(at + READ, mask=there, other=1.0) == 0.0
+    uncomputed = tl.load(at + READ, mask=there, other=1.0) == 0.0
     within = tl.load(at + DEPTH, mask=there, other=0.0) < tl.load(state + DEEPEST)
-    is_open = there & unread & within & (worth * reach > bar) & ((parent == ROOT) | (opened > 0.0))
+    is_open = there & uncomputed & within & (worth * reach > bar) & ((parent == ROOT) | (opened > 0.0))
     gains = tl.where(is_open, reach * tl.maximum(1.0 - tl.load(at + KNOWN, mask=there, other=0.0), 0.0), -1.0)
     room = tl.minimum(tl.load(state + MOST).to(tl.int32) - fed, tl.load(state + ROOM).to(tl.int32))
     limit = tl.minimum(room, tl.load(state + PACES).to(tl.int32))
@@ -246,8 +246,8 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
     now = tl.load(state + NOW + lane, mask=live, other=0.0).to(tl.int32)
     at = nodes + now * FIELDS
     prefix = tl.load(state + PREFIX).to(tl.int32)
-    place = tl.load(state + TAIL).to(tl.int32) + lane
-    tl.store(at + PLACE, place.to(tl.float64), mask=live)
+    kv_slot = tl.load(state + TAIL).to(tl.int32) + lane
+    tl.store(at + SLOT, kv_slot.to(tl.float64), mask=live)
     spare = tl.load(state + SPARE).to(tl.int32)
     depth = tl.load(at + DEPTH, mask=live, other=1.0).to(tl.int32)
     position = prefix + depth - 1
@@ -257,7 +257,7 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
     token = tl.load(at + TOKEN, mask=live, other=0.0).to(tl.int32)
     tl.store(packed + lane, token)
     tl.store(packed + per + lane, tl.where(live, position, 0))
-    tl.store(packed + 2 * per + lane, tl.where(live, _flat(state, prefix + place, live), spare))
+    tl.store(packed + 2 * per + lane, tl.where(live, _flat(state, prefix + kv_slot, live), spare))
     tl.store(packed + 3 * per + lane, tl.where(live, shared, 0))
     tl.store(packed + 4 * per + lane, tl.where(live, length, 1))
     tl.store(packed + 5 * per + lane, tl.where(live, tl.load(state + TEMPERATURE).to(tl.int32), ONE))
@@ -280,12 +280,12 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
     tl.store(
         own + lane[:, None] * OWN + back[None, :], _flat(state, shared[:, None] + back[None, :], before), mask=before
     )
-    tl.debug_barrier()  # places are read now
+    tl.debug_barrier()  # KV slots are read now
     last = length - 1
     going = live
     while tl.max(going.to(tl.int32), 0) > 0:
         here = nodes + tl.maximum(now, 0) * FIELDS
-        behind = tl.load(here + PLACE, mask=going, other=0.0).to(tl.int32)
+        behind = tl.load(here + SLOT, mask=going, other=0.0).to(tl.int32)
         tl.store(own + lane * OWN + last, _flat(state, prefix + behind, going), mask=going)
         now = tl.load(here + PARENT, mask=going, other=-1.0).to(tl.int32)
         last -= 1
@@ -301,7 +301,7 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
 
 
 @triton.jit(do_not_specialize=["across", "per", "begin", "pages"])
-def grow(state, lines, packed, groups, tables, own, counts, moves, told, across, per, begin, pages):
+def grow(state, results, packed, groups, tables, own, counts, moves, reported, across, per, begin, pages):
     """Take in what was said of the nodes read last, choose what is read next, and write that step out."""
     nodes = state + begin
     count = tl.load(state + COUNT).to(tl.int32)
@@ -316,7 +316,7 @@ def grow(state, lines, packed, groups, tables, own, counts, moves, told, across,
         noted = live & (now >= 0)
         tl.store(nodes + tl.maximum(now, 0) * FIELDS + READ, lane.to(tl.float64) * 0.0 + 1.0, mask=noted)
         fed += tl.sum(noted.to(tl.int32), 0)
-        count = _add_candidates(state, nodes, lines, across, count, now, live)
+        count = _add_candidates(state, nodes, results, across, count, now, live)
     width = count * 0
     if count <= SMALL:
         width = _choose(state, nodes, count, fed, spent, SMALL)
@@ -339,4 +339,4 @@ def grow(state, lines, packed, groups, tables, own, counts, moves, told, across,
     tl.store(state + TAIL, tail + width)
     tl.store(state + ROOM, room - width)
     tl.debug_barrier()
-    tl.store(told + step, 32 * count + width)
+    tl.store(reported + step, 32 * count + width)

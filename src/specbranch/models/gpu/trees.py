@@ -41,8 +41,8 @@ from specbranch.models.kv import Table
 NODES = 1024  # at most in a tree
 LANES = GROUP_ROWS  # read at a time, at most
 ENTRIES = 8  # best tokens of a row that its choice tells
-MOVES = most_moves(LANES)  # places that may have to move before the first step
-DEEPEST = GROUP  # below the text: so far a row's own line begins where its position says
+MOVES = most_moves(LANES)  # KV slots that may have to move before the first step
+DEEPEST = GROUP  # below the text: so far a row's own path begins where its position says
 STEPS = 64  # of one growth, at most
 SHEET = 1024  # numbers that a target may have brought up with a tree
 LOST = 10.0  # seconds without a word from the device after which it is asked what happened
@@ -52,10 +52,10 @@ SCALARS = (
     "noisy", "worth", "least", "free_time", "target_delay", "draft_delay", "row_price", "children", "rows", "deepest",
     "most", "lanes", "room", "planted",
 )  # fmt: skip
-# of a node; place: in the tail, once it was read; known: the chances of its children, summed; row: of the step that
+# of a node; KV slot: in the tail, once it was read; known: the chances of its children, summed; row: of the step that
 # verifies it
-FIELDS = (*Node._fields, "place", "known", "row")
-PLACE = FIELDS.index("place")
+FIELDS = (*Node._fields, "kv_slot", "known", "row")
+SLOT = FIELDS.index("kv_slot")
 KINDS = (np.int64, np.int64, np.float64, np.float64, np.int64, np.int64, np.float64, np.int64, np.bool_, np.bool_)
 LOOKED = LOOKS * STANDINGS
 PARTS = {
@@ -74,12 +74,12 @@ class DeviceTree:
     """The one tree that grows on a model's device at a time, and the code that makes it grow by a step."""
 
     def __init__(self, pages: int, device: torch.device, spare: int) -> None:
-        """`pages`: at most in a sequence's table; `spare`: the flat place for padding."""
+        """`pages`: at most in a sequence's table; `spare`: the flat KV slot for padding."""
         self._device, self._spare, self.first = device, spare, AT["pages"] + pages  # where nodes begin
         self.state = torch.zeros(self.first + NODES * len(FIELDS), dtype=torch.float64, device=device)
         self.sheet = self.state[AT["sheet"] : AT["sheet"] + SHEET]
         # After each step: how many nodes there are, times 32, and how many are read next.
-        self._told = torch.full((STEPS + 1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._reported = torch.full((STEPS + 1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._growth: Growth | None = None
 
     def planted(
@@ -95,8 +95,8 @@ class DeviceTree:
     ) -> np.ndarray:
         """Write a tree out, for a text of `prefix` tokens with so many nodes behind it and room for so many more.
         `asked`: the row that says what follows the text; negative: that is known."""
-        growth, nodes, unread = growing.growth, growing.tree.nodes, len(growing.unread)
-        spent = growth.seconds(0.0, min(unread, len(growth.step))) if unread else 0.0
+        growth, nodes, uncomputed = growing.growth, growing.tree.nodes, len(growing.uncomputed)
+        spent = growth.seconds(0.0, min(uncomputed, len(growth.step))) if uncomputed else 0.0
         array = np.zeros(self.first + len(nodes) * len(FIELDS))
         array[: len(SCALARS)] = (
             len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare,
@@ -119,28 +119,29 @@ class DeviceTree:
         if nodes:
             array[self.first :] = _numbers(nodes, growing.held)
         if self._growth is not None:  # one that was broken off: it may have something to tell yet
-            self.forget_told()
+            self.forget_reported()
         self._growth = growth
-        self._told.numpy().fill(-1)
+        self._reported.numpy().fill(-1)
         return array
 
     def clear(self) -> None:
         """Have no tree: then nothing grows."""
         self.state.zero_()
 
-    def forget_told(self) -> None:
+    def forget_reported(self) -> None:
         """Forget what was told, once nothing is under way."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self._told.fill_(-1)
+        self._reported.fill_(-1)
 
-    def grow(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
-        """Take in what lines say of the nodes read last, choose what is read next, and write that step to `packed`."""
-        (self._by_kernel if self._device.type == "cuda" else self._plainly)(lines, packed, bucket)
+    def grow(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
+        """Take in what results say of the nodes read last, choose what is read next, and write that step to
+        `packed`."""
+        (self._by_kernel if self._device.type == "cuda" else self._plainly)(results, packed, bucket)
 
-    def told(self, step: int) -> tuple[int, int]:
+    def reported(self, step: int) -> tuple[int, int]:
         """Wait for a step; returns how many nodes there are, and how many are to be read next."""
-        said = wait_for(self._told.numpy(), step, self._device)
+        said = wait_for(self._reported.numpy(), step, self._device)
         return said >> 5, said & 31
 
     def held(self, count: int) -> Tensor:
@@ -148,7 +149,7 @@ class DeviceTree:
         return self.state[: self.first + count * len(FIELDS)]
 
     def nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
-        """The nodes of what was read back, and their places in the tail."""
+        """The nodes of what was read back, and their KV slots in the tail."""
         self._growth = None
         return self._nodes(read)
 
@@ -160,45 +161,45 @@ class DeviceTree:
     def _nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
         columns = read[self.first :].reshape(-1, len(FIELDS)).T
         numbers = [columns[at].astype(kind).tolist() for at, kind in enumerate(KINDS)]
-        places: list[int] = columns[PLACE].astype(np.int64).tolist()
-        return list(map(Node._make, zip(*numbers, strict=True))), places
+        kv_slots: list[int] = columns[SLOT].astype(np.int64).tolist()
+        return list(map(Node._make, zip(*numbers, strict=True))), kv_slots
 
-    def _by_kernel(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
+    def _by_kernel(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
         from specbranch.models.gpu.tree_kernels import grow
 
         step = views(packed, bucket)
         assert step.counts is not None and step.moves is not None and bucket.rows == LANES
-        across = 0 if lines is None else lines.shape[1]
+        across = 0 if results is None else results.shape[1]
         grow[(1,)](
-            self.state, self.state if lines is None else lines, packed, step.groups, step.tables, step.own, step.counts,
-            step.moves, self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self.first, bucket.pages,
+            self.state, self.state if results is None else results, packed, step.groups, step.tables, step.own, step.counts,
+            step.moves, self._reported, across, -(-bucket.rows // ALIGNED) * ALIGNED, self.first, bucket.pages,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
-    def _plainly(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
+    def _plainly(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
         """Do the same by the tree's own code, on the host."""
         state, growth = self.state.numpy(), self._growth
         assert growth is not None
         now = dict(zip(SCALARS, state[: len(SCALARS)].tolist(), strict=True))
         count, width, tail, step, room = (int(now[name]) for name in ("count", "width", "tail", "step", "room"))
-        nodes, places = self._nodes(state[: self.first + count * len(FIELDS)])
+        nodes, kv_slots = self._nodes(state[: self.first + count * len(FIELDS)])
         growing = _growing_tree(nodes)
         read = state[AT["now"] : AT["now"] + width].astype(int).tolist()
         if read and read != [ROOT]:
             growing.feed(read)
         for row, n in enumerate(read):
-            assert lines is not None
+            assert results is not None
             growing.add_candidates(
-                n, growth, *_candidates(lines[int(now["asked"]) if n == ROOT else row].tolist(), growth.children)
+                n, growth, *_candidates(results[int(now["asked"]) if n == ROOT else row].tolist(), growth.children)
             )
         readable = growing.readable(growth)[:room]
         chosen = growth.pace(now["spent"], [gain for _, gain in readable])
         nexts = sorted(n for n, _ in readable[:chosen])
-        places += [-1] * (len(growing.nodes) - count)
-        for place, n in enumerate(nexts, tail):
-            places[n] = place
+        kv_slots += [-1] * (len(growing.nodes) - count)
+        for kv_slot, n in enumerate(nexts, tail):
+            kv_slots[n] = kv_slot
         if nexts:
-            self._pack(packed, bucket, growing.nodes, nexts, places, now, with_moves=step == 0 and lines is None)
+            self._pack(packed, bucket, growing.nodes, nexts, kv_slots, now, with_moves=step == 0 and results is None)
         now |= {
             "count": len(growing.nodes),
             "fed": sum(node.fed for node in growing.nodes),
@@ -209,12 +210,12 @@ class DeviceTree:
         now["spent"] += growth.seconds(now["spent"], chosen) if chosen else 0.0
         state[: len(SCALARS)] = [now[name] for name in SCALARS]
         state[AT["now"] : AT["now"] + chosen] = nexts
-        table = _numbers(growing.nodes, dict(enumerate(places)))
+        table = _numbers(growing.nodes, dict(enumerate(kv_slots)))
         state[self.first : self.first + len(table)] = table
-        self._told[step] = 32 * len(growing.nodes) + chosen
+        self._reported[step] = 32 * len(growing.nodes) + chosen
 
     def _pack(
-        self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], places: list[int],
+        self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], kv_slots: list[int],
         now: Mapping[str, float], with_moves: bool,
     ) -> None:  # fmt: skip
         """Write out the step that reads some nodes."""
@@ -225,7 +226,7 @@ class DeviceTree:
             [nodes[n].token for n in nexts],
             prefix + int(now["tail"]),
             prefix,
-            [_seen(nodes, places, n) for n in nexts],
+            [_seen(nodes, kv_slots, n) for n in nexts],
         )
         keys = state[AT["keys"] : AT["moves"]].astype(np.int64).astype(np.uint32).view(np.int32).reshape(-1, 2)
         noise = keys[[nodes[n].depth for n in nexts]].T if now["noisy"] else np.zeros((2, count), dtype=np.int32)
@@ -249,9 +250,9 @@ def wait_for(numbers: np.ndarray, at: int, device: torch.device) -> int:
     return said
 
 
-def growing_bucket(places: int, least: Bucket) -> Bucket:
-    """The bucket of all steps that grow a tree behind so many places."""
-    return Bucket(max(LANES, least.rows), 1, max(power_of_two(-(-places // PAGE)), least.pages))
+def growing_bucket(kv_slots: int, least: Bucket) -> Bucket:
+    """The bucket of all steps that grow a tree behind so many KV slots."""
+    return Bucket(max(LANES, least.rows), 1, max(power_of_two(-(-kv_slots // PAGE)), least.pages))
 
 
 def _growing_tree(nodes: list[Node]) -> GrowingTree:
@@ -260,24 +261,24 @@ def _growing_tree(nodes: list[Node]) -> GrowingTree:
     return growing
 
 
-def _seen(nodes: Sequence[Node], places: Sequence[int], n: int) -> int:
+def _seen(nodes: Sequence[Node], kv_slots: Sequence[int], n: int) -> int:
     """The nodes of the tail that a node sees, itself included, as bits."""
     bits = 0
     while n != ROOT:
-        bits |= 1 << places[n]
+        bits |= 1 << kv_slots[n]
         n = nodes[n].parent
     return bits
 
 
-def _candidates(line: list[float], children: int) -> tuple[list[int], list[float]]:
-    """The tokens that a line proposes, and what the draft itself gives each."""
-    confidence, tokens, scores = line[CONFIDENCE], line[BEFORE : BEFORE + ENTRIES], line[BEFORE + ENTRIES :]
+def _candidates(result: list[float], children: int) -> tuple[list[int], list[float]]:
+    """The tokens that a row of results proposes, and what the draft itself gives each."""
+    confidence, tokens, scores = result[CONFIDENCE], result[BEFORE : BEFORE + ENTRIES], result[BEFORE + ENTRIES :]
     possible = [(int(token), score) for token, score in zip(tokens, scores, strict=True) if score > -np.inf][:children]
     return [token for token, _ in possible], [confidence * exp(score - scores[0]) for _, score in possible]
 
 
-def _numbers(nodes: Sequence[Node], places: Mapping[int, int]) -> np.ndarray:
-    """Nodes as numbers, with their places and what is known of their children."""
+def _numbers(nodes: Sequence[Node], kv_slots: Mapping[int, int]) -> np.ndarray:
+    """Nodes as numbers, with their KV slots and what is known of their children."""
     count, fields = len(nodes), len(Node._fields)
     known = [0.0] * count
     for node in nodes:
@@ -285,6 +286,6 @@ def _numbers(nodes: Sequence[Node], places: Mapping[int, int]) -> np.ndarray:
             known[node.parent] += node.chance
     table = np.empty((count, len(FIELDS)))
     table[:, :fields] = np.fromiter(chain.from_iterable(nodes), np.float64, count * fields).reshape(count, fields)
-    table[:, fields] = [places.get(n, -1) for n in range(count)]
+    table[:, fields] = [kv_slots.get(n, -1) for n in range(count)]
     table[:, fields + 1], table[:, fields + 2] = known, 0
     return table.reshape(-1)

@@ -1,4 +1,4 @@
-"""A prompt is read in pieces: cut at absolute places, each behind all before it, and none of it left behind by an
+"""A prompt is read in chunks: cut at absolute places, each behind all before it, and none of it left behind by an
 interrupt."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.models.decoder import Decoder, PieceView, Step
+from specbranch.models.chunk_attention import attend_masked, choose_attend_chunk
+from specbranch.models.decoder import ChunkView, Decoder, Step
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import gathered, put
-from specbranch.models.model import PIECES
+from specbranch.models.model import PREFILL_CHUNKS
 from specbranch.models.native import NativeRunner, load_native
-from specbranch.models.piece_attention import attend_masked, choose_attend_piece
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 KINDS = {"plain": NativeRunner, "graphs": GpuRunner}
@@ -27,7 +27,7 @@ KINDS = {"plain": NativeRunner, "graphs": GpuRunner}
 
 def test_the_docs_say_how_long_chunks_are_on_gpus() -> None:
     docs = Path(__file__).parents[2] / "docs" / "lossless.md"
-    assert f"({PIECES['cuda']} tokens on GPUs)" in docs.read_text(encoding="utf-8")
+    assert f"({PREFILL_CHUNKS['cuda']} tokens on GPUs)" in docs.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def read(runner: NativeRunner, seq: int, tokens: Sequence[int]) -> torch.Tensor:
 
 def cache(runner: NativeRunner, seq: int) -> torch.Tensor:
     held = runner._held[seq]
-    places = held.table.flat(np.arange(len(held.slots.prefix)))
-    return runner.memory.data[places // PAGE, :, :, :, places % PAGE].movedim(0, 3).clone()
+    kv_slots = held.table.flat(np.arange(len(held.slots.prefix)))
+    return runner.memory.data[kv_slots // PAGE, :, :, :, kv_slots % PAGE].movedim(0, 3).clone()
 
 
 def steps_of(runner: NativeRunner, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
@@ -71,7 +71,7 @@ def steps_of(runner: NativeRunner, monkeypatch: pytest.MonkeyPatch) -> list[Step
 def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
     runner: NativeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner.piece = 100
+    runner.prefill_chunk = 100
     steps = steps_of(runner, monkeypatch)
     tokens = some_tokens(530)
     runner.open(0, GREEDY)
@@ -81,25 +81,25 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
     pages, flat = runner._held[0].table.pages, runner._held[0].table.flat(np.arange(530))
     for step in steps:
         (part,) = step.parts
-        assert isinstance(part.sees, PieceView)
+        assert isinstance(part.sees, ChunkView)
         at = step.positions.tolist()
         assert at == list(range(at[0], part.sees.end)) and part.rows == len(at)
         assert step.tokens.tolist() == [tokens[place] for place in at]
-        assert (step.places[0] * PAGE + step.places[1]).tolist() == flat[at].tolist()
+        assert (step.kv_slots[0] * PAGE + step.kv_slots[1]).tolist() == flat[at].tolist()
         assert part.sees.pages.tolist() == pages[: -(-part.sees.end // PAGE)]
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 300, 2048])
 def test_pieces_of_every_size_fill_the_cache_alike(chunk: int, runner: NativeRunner) -> None:
     expected = read(runner, 0, some_tokens(700))
-    runner.piece = chunk
+    runner.prefill_chunk = chunk
     found = read(runner, 1, some_tokens(700))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("chunk", [100, PIECES["cpu"], 512])
+@pytest.mark.parametrize("chunk", [100, PREFILL_CHUNKS["cpu"], 512])
 def test_a_prompt_that_is_read_again_has_the_same_bits_in_other_pages(chunk: int, runner: NativeRunner) -> None:
-    runner.piece = chunk
+    runner.prefill_chunk = chunk
     expected = read(runner, 0, some_tokens(600))
     before = list(runner._held[0].table.pages)
     runner.open(1, GREEDY)
@@ -115,7 +115,7 @@ def test_a_prompt_that_is_read_again_has_the_same_bits_in_other_pages(chunk: int
 def test_bits_differ_where_a_prompt_is_cut_elsewhere(runner: NativeRunner) -> None:
     """That the test above would notice a cut that depends on what was there before."""
     expected = read(runner, 0, some_tokens(600))
-    runner.piece = 40
+    runner.prefill_chunk = 40
     assert not torch.equal(read(runner, 1, some_tokens(600)), expected)
 
 
@@ -124,7 +124,7 @@ def test_bits_differ_where_a_prompt_is_cut_elsewhere(runner: NativeRunner) -> No
 def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(
     chunk: int, when: str, runner: NativeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner.piece = 150
+    runner.prefill_chunk = 150
     expected = read(runner, 0, some_tokens(600))
     runner.close(0)
     other, free = read(runner, 1, some_tokens(300, seed=2)), runner.pool.free
@@ -181,5 +181,5 @@ def test_what_is_put_in_pages_is_gathered_in_the_order_of_a_text(head_dim: int, 
 
 def test_a_cpu_reads_short_chunks_behind_a_mask(runner: NativeRunner) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        assert choose_attend_piece(torch.device("cpu"), dtype, 4, 2, 64) is attend_masked
-    assert runner.piece == PIECES["cuda" if isinstance(runner, GpuRunner) else "cpu"]
+        assert choose_attend_chunk(torch.device("cpu"), dtype, 4, 2, 64) is attend_masked
+    assert runner.prefill_chunk == PREFILL_CHUNKS["cuda" if isinstance(runner, GpuRunner) else "cpu"]

@@ -1,4 +1,4 @@
-"""Attention of a piece, the last rows of a text, to all of the text so far: each row sees what comes before it, and
+"""Attention of a chunk, the last rows of a text, to all of the text so far: each row sees what comes before it, and
 itself.
 
 Owns two ways to the same numbers: torch's flash kernel where it runs, and a masked product on any device, which it is
@@ -25,7 +25,7 @@ AttendChunk = Callable[[Tensor, Tensor, Tensor], Tensor]
 TOLERATED = 0.1
 
 
-def choose_attend_piece(
+def choose_attend_chunk(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> AttendChunk:
     """Return the flash kernel where it works for this shape, else the masked way."""
