@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch import LLM, SamplingParams
 
 PROMPTS = (
@@ -66,9 +67,11 @@ def main() -> None:
     options.add_argument("--prompts", type=int, default=len(PROMPTS))
     options.add_argument("--shapings", default=",".join(SHAPINGS), help="temperatures, or 'shaped'")
     given = options.parse_args()
-    names = ("pair", "target", "draft", "device", "dtype", "weights", "draft_weights")
+    names = ("pair", "target", "draft", "device", "dtype", "executor")
     models = {name: getattr(given, name) for name in names}
-    llm = LLM(**models, max_batch=given.together, keep_experience=False, method="specbranch", executor=given.executor)
+    stored = {"weights": given.weights, "draft_weights": given.draft_weights}
+    kept = {**stored, "max_batch": given.together, "keep_experience": False}
+    llm = LLM(**models, method="specbranch", options=kept)
     prompts = [llm.tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS[: given.prompts]]
     found = [
         entry

@@ -56,9 +56,7 @@ def main() -> None:
         pair=given.pair,
         device=given.device,
         executor=given.executor,
-        keep_experience=False,
-        context_length=768,
-        cache_tokens=given.cache_tokens,
+        options={"keep_experience": False, "context_length": 768, "cache_tokens": given.cache_tokens},
     )
     asked = [(prompt, shaping, tokens) for prompt in PROMPTS[:4] for shaping in SHAPED for tokens in (8, 48)]
     expected = {one: plainly(llm, one) for one in asked}
@@ -118,7 +116,7 @@ async def one_request(
     """Answer one, or cancel it after so many chunks; then look at the pages."""
     async with gate:
         output: Output | None = None
-        chunks = engine.stream(prompt, params, method=method)
+        chunks = engine.stream(prompt, params, {"method": method})
         at = 0
         async for chunk in chunks:
             output, at = chunk.output, at + 1

@@ -160,7 +160,9 @@ class Ours:
         own = (path, given.draft) if given.model else chosen_models(None, None, None)
         self.imported = memory()["now"]
         start = time.perf_counter()
-        self.llm = LLM(*own, device="cpu", context_length=CONTEXT, prefix_cache=False, keep_experience=False)
+        self.llm = LLM(
+            *own, device="cpu", options={"context_length": CONTEXT, "prefix_cache": False, "keep_experience": False}
+        )
         seconds = time.perf_counter() - start
         runner: Any = self.llm.target_runner
         told = f"weights {runner.weights}, compiled: {runner.compiled}; {self.imported:.0f} MB were imported"

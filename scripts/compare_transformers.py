@@ -28,14 +28,15 @@ from tokenizers import decoders, models
 from torch import Tensor
 
 from specbranch.answer import Answer
-from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.config import SamplingParams
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
-from specbranch.core.methods import best_fit, find_method
+from specbranch.core.methods import find_method
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed
 from specbranch.core.slots import ROOT, TAIL
+from specbranch.decoding import Decoding, resolve
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.experiences import Experiences
@@ -143,14 +144,13 @@ def engine(runner: GpuRunner, prompt: list[int], given: argparse.Namespace) -> F
     """Decode plainly through all of the engine; milliseconds a token, the text made."""
     experiences = Experiences(LearnedCosts(), has_draft=False)
     loop = Loop(Serial(Verifier(runner)), costs=experiences.learned)
-    name, config = best_fit(SpeculativeConfig(method="autoregressive"), has_draft=False)
+    config = resolve(None, "autoregressive", has_draft=False)
+    plain = Decoding(config, find_method("autoregressive", has_draft=False), experiences)
     params, tokenizer = SamplingParams(max_tokens=given.tokens), words(runner.vocabulary)
 
     def once() -> list[float]:
-        answer = Answer(0, prompt, Request(params, 0, len(prompt)), runner.context_length, tokenizer, name)
-        loop.join(
-            answer.session, find_method(name, has_draft=False).start(answer.session, config, experiences.of(config))
-        )
+        answer = Answer(0, prompt, Request(params, 0, len(prompt)), runner.context_length, tokenizer, plain)
+        loop.join(answer.session, answer.start())
         marks = []
         while not answer.session.finished:
             loop.step()

@@ -22,6 +22,7 @@ from rich.table import Table
 from specbranch import LLM, Output, SamplingParams
 from specbranch.cli.paint import LEGEND, show, summary
 from specbranch.clock.shipped import load_profile
+from specbranch.engine import LLMView
 from specbranch.machine_load import LoadMeter, roughness, usable_cores
 from specbranch.serve.examples import COPYING, EXAMPLES, FREE, Example
 
@@ -61,11 +62,11 @@ class Row:
 Rows = dict[str, dict[str, Row]]  # by example and method
 
 
-def main(**models: Any) -> None:
+def main(context_length: int | None = None, **models: Any) -> None:
     """Run the demonstration, on the default pair unless other models are named."""
     console = Console(stderr=True, highlight=False)
     with console.status("Loading SmolLM2-135M-Instruct and its draft"):
-        llm = LLM(**models, method=OURS, prefix_cache=False)
+        llm = LLM(**models, method=OURS, options={"context_length": context_length, "prefix_cache": False})
         _answer(llm, COPYING)  # what is seen first is not the first forward of a process
     with llm:
         stream(llm, console)
@@ -94,9 +95,9 @@ def stream(llm: LLM, console: Console) -> None:
         print(LEGEND, file=sys.stderr)
 
 
-def warm_up(llm: LLM, bar: Progress, seconds: float) -> dict[str, LLM]:
+def warm_up(llm: LLM, bar: Progress, seconds: float) -> dict[str, LLMView]:
     """Answer once by each method; returns those for whose turns there is time, plain decoding and ours at least."""
-    kept: dict[str, LLM] = {}
+    kept: dict[str, LLMView] = {}
     task, start = bar.add_task("Warming up", total=len(METHODS)), time.monotonic()
     for name in METHODS:
         if len(kept) > 1 and ROUNDS * (time.monotonic() - start) * (1 + 1 / len(kept)) > seconds:
@@ -109,7 +110,7 @@ def warm_up(llm: LLM, bar: Progress, seconds: float) -> dict[str, LLM]:
     return kept
 
 
-def measure(methods: Mapping[str, LLM], bar: Progress, what: str, turns: int) -> Answers:
+def measure(methods: Mapping[str, LLMView], bar: Progress, what: str, turns: int) -> Answers:
     """Answer both prompts by every method in turn: load that comes and goes meets them all."""
     answers: Answers = {example.name: {name: [] for name in methods} for example in EXAMPLES}
     task = bar.add_task(what, total=turns * len(EXAMPLES) * len(methods))
@@ -210,7 +211,7 @@ def asked(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
-def _answer(llm: LLM, example: Example) -> Output:
+def _answer(llm: LLMView, example: Example) -> Output:
     return llm.chat(asked(example.prompt), SamplingParams(max_tokens=TOKENS))
 
 

@@ -56,7 +56,7 @@ def _options() -> argparse.Namespace:
 def _load(method: str) -> Any:
     from specbranch import LLM
 
-    return LLM(method=method, device="cpu", prefix_cache=False)
+    return LLM(method=method, device="cpu", options={"prefix_cache": False})
 
 
 def _beside(load: str, models: dict[str, Any], given: argparse.Namespace) -> dict[str, list[float]]:

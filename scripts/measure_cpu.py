@@ -56,7 +56,7 @@ def memory(threads: int) -> dict[str, float]:
 
     torch.set_num_threads(threads)
     start = time.perf_counter()
-    llm = LLM(method="autoregressive", device="cpu", weights="float32", prefix_cache=False)
+    llm = LLM(method="autoregressive", device="cpu", options={"weights": "float32", "prefix_cache": False})
     loaded = time.perf_counter() - start
     prompt = [1 + i * 7919 % 40000 for i in range(llm.context_length - 32)]
     llm.generate([prompt], SamplingParams(max_tokens=16, ignore_eos=True))
@@ -84,7 +84,7 @@ def speed(threads: int, rounds: int) -> dict[str, Any]:
     from specbranch import LLM, SamplingParams
 
     torch.set_num_threads(threads)
-    llm = LLM(method="autoregressive", device="cpu", weights="float32", prefix_cache=False)
+    llm = LLM(method="autoregressive", device="cpu", options={"weights": "float32", "prefix_cache": False})
     prompt, params = llm.tokenizer.chat(QUESTION), SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     theirs = Reference(prompt)
 

@@ -77,7 +77,7 @@ def ours(model: str, texts: list[list[int]], weights: Any, cache: str | None, th
     """What we say to the second half of each window: log-probabilities of its tokens, and all logits."""
     import torch
 
-    from specbranch.models.native import load_native
+    from specbranch.models.loading import load_native
 
     torch.set_num_threads(threads)
     runner = load_native(model, context_length=len(texts[0]), weights=weights, dtype="float32", cache_dtype=cache)

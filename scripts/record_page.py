@@ -20,6 +20,7 @@ from typing import Any
 from specbranch import LLM, SamplingParams
 from specbranch.answer import Output
 from specbranch.clock.shipped import load_profile
+from specbranch.engine import LLMView
 from specbranch.lab.suites.suite import load_suite
 from specbranch.provenance import source_commit
 from specbranch.serve.frames import Film, Frame
@@ -46,7 +47,7 @@ def main() -> None:
     asked.add_argument("--question", default=QUESTION)
     asked.add_argument("--out", type=Path, default=FILE)
     given = asked.parse_args()
-    with LLM(clock=CLOCK, keep_experience=False) as llm:
+    with LLM(options={"clock": CLOCK, "keep_experience": False}) as llm:
         prompt = llm.tokenizer.chat([{"role": "user", "content": given.question}])
         fast = llm.using("specbranch")
         warm_up(fast)
@@ -58,13 +59,13 @@ def main() -> None:
     print(f"{told['text']!r}: {told['speedup']:.2f} × sooner, {given.out.stat().st_size} bytes in {given.out}")
 
 
-def warm_up(llm: LLM) -> None:
+def warm_up(llm: LLMView) -> None:
     """Let the planner learn the pair, on other questions."""
     for prompt in load_suite("own-chat").prompts[:WARM_UP]:
         llm.chat([{"role": "user", "content": prompt.turns[0]}], SamplingParams(max_tokens=96))
 
 
-def filmed(llm: LLM, prompt: list[int], tokens: int) -> Filmed:
+def filmed(llm: LLMView, prompt: list[int], tokens: int) -> Filmed:
     """Answer a prompt and keep its rounds."""
     film, frames, output = Film(), list[Frame](), None
 

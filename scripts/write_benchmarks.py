@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,7 @@ PAPER = {  # arXiv 2506.01979: speedup over autoregressive decoding on HumanEval
     "h200-1.3b-33b": ("Deepseek-Coder 1.3B & 33B", (3.39, 2.78, 2.63), (3.71, 3.02, 2.97)),
 }
 
+WIDE = 100  # columns of prose; tables may be wider
 LoadCell = tuple[str, str, int]  # clock, pair, requests at once
 
 
@@ -106,8 +108,15 @@ def _filled(text: str, name: str, lines: Iterable[str]) -> str:
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if begin not in text or end not in text:
         raise SystemExit(f"{PAGE} lacks {begin} … {end}.")
-    made = "\n".join([begin, *lines, end])
+    made = "\n".join([begin, *(wrapped for line in lines for wrapped in _wrapped(line)), end])
     return re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: made, text, flags=re.DOTALL)
+
+
+def _wrapped(line: str) -> list[str]:
+    """Prose in lines of at most WIDE columns; a row of a table as it is."""
+    if line.startswith("|"):
+        return [line]
+    return textwrap.wrap(line, WIDE, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -331,8 +340,11 @@ def _two_devices(rows: Sequence[ResultRow]) -> list[str]:
             gain = f"{100 * (with_it / without - 1):+.1f} %"
             shown = [f"{with_it:.2f}", f"{without:.2f}", gain, *(f"{share:.0%}" for share in shares)]
             lines.append([costs, pair.removeprefix("smollm2-"), where, *shown])
-    head = ["costs", "pair", "H200", "ours", "without overlap", "overlap brings", "rounds begun with a tree"]
-    return _table([*head, "target waits", "draft's work inside the target's"], sorted(lines, key=lambda line: line[:3]))
+    head = ["costs", "pair", "H200", "ours", "without overlap", "overlap brings", "rounds that start with a tree"]
+    return _table(
+        [*head, "target waits", "draft's work that overlaps with the target's"],
+        sorted(lines, key=lambda line: line[:3]),
+    )
 
 
 def _sampled(rows: Sequence[ResultRow]) -> list[str]:
@@ -366,14 +378,14 @@ def _predictors() -> list[str]:
         for way in ways
     ]
     classes = [
-        "three classes at γ = 8: told rightly (none / some / all)",
+        "accuracy of the three classes at γ = 8 (none / some / all)",
         *(
             f"{one['accuracy']:.0%} ({' / '.join(f'{share:.0%}' for share in one['accuracy_by_class'].values())})"
             for one in figures.values()
         ),
     ]
     hard = [
-        "rounds settled by none or all, told rightly",
+        "share of rounds predicted as none or all, their accuracy",
         *(f"{o['hard_share']:.0%}, {o['hard_accuracy']:.0%}" for o in figures.values()),
     ]
     return _table(

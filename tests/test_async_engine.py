@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from specbranch import LLM, AsyncLLM, SamplingParams, experiences
+from specbranch import LLM, AsyncLLM, RequestOptions, SamplingParams, experiences
 from specbranch.answer import Answer, Chunk
 from specbranch.core.methods import METHODS
+from specbranch.decoding import Decoding
 from specbranch.errors import BadParameter, DeadlinePassed, EngineFailed, RequestCancelled, SpecBranchError
 from tiers import tiered
 
@@ -24,8 +25,8 @@ LONG = SamplingParams(temperature=0.8, seed=3, max_tokens=400, ignore_eos=True)
 WAIT = 60.0  # seconds after which a test gives up
 
 
-def load(pair: tuple[str, str], **given: Any) -> LLM:
-    return LLM(*pair, dtype="float64", device="cpu", context_length=480, **given)
+def load(pair: tuple[str, str], clock: str | None = None, **given: Any) -> LLM:
+    return LLM(*pair, dtype="float64", device="cpu", options={"context_length": 480, "clock": clock}, **given)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_requests_of_every_kind_at_once_give_what_each_gives_alone(pair: tuple[s
     ]
 
     async def work(engine: AsyncLLM) -> list[Any]:
-        return await asyncio.gather(*(engine.generate(prompt, params, **how) for prompt, params, how in asked))
+        return await asyncio.gather(*(engine.generate(prompt, params, how) for prompt, params, how in asked))
 
     outputs = run(pair, work)
     for (prompt, params, how), got in zip(asked, outputs, strict=True):
@@ -90,7 +91,7 @@ def test_the_ratio_rule_gives_the_same_tokens_in_a_batch(pair: tuple[str, str], 
     params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=20, ignore_eos=True) for seed in range(5)]
 
     async def work(engine: AsyncLLM) -> list[Any]:
-        return await asyncio.gather(*(engine.generate(PROMPT * 3, one, speculative=config) for one in params))
+        return await asyncio.gather(*(engine.generate(PROMPT * 3, one, {"speculative": config}) for one in params))
 
     with load(pair, speculative=config) as alone:
         expected = [alone.generate(PROMPT * 3, one).token_ids for one in params]
@@ -192,9 +193,9 @@ def test_a_slow_consumer_rests_and_holds_up_nobody(pair: tuple[str, str], refere
 def test_a_request_past_its_deadline_ends_with_what_it_has(pair: tuple[str, str], reference: LLM) -> None:
     async def work(engine: AsyncLLM) -> Any:
         waiting = engine.submit(PROMPT, LONG)
-        late = engine.submit("Smile", LONG, deadline=1e-6)
+        late = engine.submit("Smile", LONG, {"deadline": 1e-6})
         with pytest.raises(DeadlinePassed, match="not finished within"):
-            await engine.generate(PROMPT, LONG, deadline=1e-6)
+            await engine.generate(PROMPT, LONG, {"deadline": 1e-6})
         output = await late.output()
         waiting.cancel()
         return output
@@ -253,7 +254,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(pair: tuple[str, str], monkeyp
         def dying(*given: Any) -> None:
             raise SystemExit("gone")
 
-        monkeypatch.setattr(engine._scheduler.loop, "step", dying)
+        monkeypatch.setattr(engine._llm.scheduler.loop, "step", dying)
         for error in await asyncio.gather(*(engine.generate(PROMPT, PARAMS) for _ in range(3)), return_exceptions=True):
             assert isinstance(error, EngineFailed | BadParameter)
 
@@ -263,15 +264,27 @@ def test_a_thread_that_dies_leaves_nobody_waiting(pair: tuple[str, str], monkeyp
 MISUSES: dict[str, tuple[Callable[[AsyncLLM], Any], str]] = {
     "an empty prompt": (lambda engine: engine.submit([]), "prompt is empty"),
     "a long prompt": (lambda engine: engine.submit([5] * 500), "the context holds 480"),
-    "an unknown method": (lambda engine: engine.submit("x", method="specbranhc"), "Did you mean 'specbranch'"),
+    "an unknown method": (
+        lambda engine: engine.submit("x", options={"method": "specbranhc"}),
+        "Did you mean 'specbranch'",
+    ),
     "an unknown parameter": (lambda engine: engine.submit("x", {"temprature": 1}), "Did you mean 'temperature'"),
     "a stream of several": (lambda engine: engine.stream("x", {"n": 2}), "a stream carries one sample"),
-    "no deadline": (lambda engine: engine.submit("x", deadline=0), "deadline is 0"),
-    "a deadline that is no number": (lambda engine: engine.submit("x", deadline=float("nan")), "deadline is nan"),
-    "a deadline that is over": (lambda engine: engine.submit("x", deadline=-1.0), "deadline is -1.0"),
-    "a deadline that is said": (lambda engine: engine.submit("x", deadline=True), "deadline is True"),
-    "a priority in words": (lambda engine: engine.submit("x", priority="high"), "priority is 'high'"),
-    "the oracle": (lambda engine: engine.submit("x", speculative={"policy": "oracle"}), "only a replay does"),
+    "no deadline": (lambda engine: engine.submit("x", options={"deadline": 0}), "deadline is 0"),
+    "a deadline that is no number": (
+        lambda engine: engine.submit("x", options={"deadline": float("nan")}),
+        "deadline is nan",
+    ),
+    "a deadline that is over": (lambda engine: engine.submit("x", options={"deadline": -1.0}), "deadline is -1.0"),
+    "a deadline that is said": (lambda engine: engine.submit("x", options={"deadline": True}), "deadline is True"),
+    "a priority in words": (lambda engine: engine.submit("x", options={"priority": "high"}), "priority is 'high'"),
+    "an unknown argument": (lambda engine: engine.submit("x", methd="tree"), "Did you mean 'method'"),
+    "an unknown option": (lambda engine: engine.submit("x", None, {"prioritty": 1}), "Did you mean 'priority'"),
+    "a number for options": (lambda engine: engine.submit("x", None, 5), "expected RequestOptions or a mapping"),
+    "the oracle": (
+        lambda engine: engine.submit("x", options={"speculative": {"policy": "oracle"}}),
+        "only a replay does",
+    ),
 }
 
 
@@ -290,7 +303,7 @@ def test_misuse_gets_a_sentence_at_once(pair: tuple[str, str]) -> None:
 @pytest.mark.slow
 def test_every_method_can_be_asked_for_by_a_request(pair: tuple[str, str], reference: LLM) -> None:
     async def work(engine: AsyncLLM) -> list[Any]:
-        return await asyncio.gather(*(engine.generate(PROMPT, PARAMS, method=name) for name in METHODS))
+        return await asyncio.gather(*(engine.generate(PROMPT, PARAMS, {"method": name}) for name in METHODS))
 
     outputs = run(pair, work)
     assert [output.method for output in outputs] == list(METHODS)
@@ -308,7 +321,7 @@ def test_whoever_looks_on_is_told_of_every_token(pair: tuple[str, str], referenc
             frames.extend(filter(None, [film.see(*told)]))
 
         beside = engine.submit("Smile", PARAMS)  # of whose rounds nothing is told
-        output = await engine.submit(PROMPT, PARAMS, method=method, on_round=see).output()
+        output = await engine.submit(PROMPT, PARAMS, {"method": method, "on_round": see}).output()
         await beside.output()
         return output
 
@@ -363,9 +376,9 @@ def test_time_is_not_modelled_for_a_draft_in_another_process(pair: tuple[str, st
 @pytest.mark.parametrize("deadline", [1e10, float("inf"), 10**400])
 def test_no_deadline_is_too_far_away(pair: tuple[str, str], deadline: float) -> None:
     async def work(engine: AsyncLLM) -> Any:
-        slow = engine.submit(PROMPT, LONG, streams=True, deadline=deadline)
+        slow = engine.submit(PROMPT, LONG, {"deadline": deadline}, streams=True)
         await _until(lambda: engine.stats().resting == 1)  # and the thread waits for nothing but the deadline
-        output = await engine.generate(PROMPT, PARAMS, deadline=deadline)
+        output = await engine.generate(PROMPT, PARAMS, {"deadline": deadline})
         assert engine.is_alive
         slow.cancel()
         return output
@@ -407,7 +420,7 @@ def test_a_result_that_is_not_waited_for_any_more_lets_its_stream_rest(pair: tup
 def test_on_a_modelled_clock_a_resting_request_has_its_deadline_too(pair: tuple[str, str]) -> None:
     async def whole() -> Any:
         async with AsyncLLM(load(pair, clock="c10", method="autoregressive"), buffer=4) as engine:
-            stream = engine.submit(PROMPT, LONG, streams=True, deadline=0.5)  # modelled seconds take no time
+            stream = engine.submit(PROMPT, LONG, {"deadline": 0.5}, streams=True)  # modelled seconds take no time
             await asyncio.wait_for(_until(lambda: engine.stats().failed == 1), WAIT)
             return [chunk async for chunk in stream][-1].output
 
@@ -433,7 +446,7 @@ def test_no_task_in_the_thread_ends_it(pair: tuple[str, str], caplog: pytest.Log
         await made.aclose()
         with pytest.raises(RuntimeError, match="before it had begun"):
             await anext(engine.aside(_endless))
-        engine.post(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        engine._thread.post(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
         return await engine.generate(PROMPT, PARAMS)
 
     assert len(run(pair, work).token_ids) == 30
@@ -468,7 +481,7 @@ def test_a_watcher_that_raises_is_left_alone_by_its_request_and_all_others(
         def stumbling(*told: Any) -> None:
             raise ZeroDivisionError("of the watcher")
 
-        asked = [engine.submit(PROMPT, PARAMS, on_round=stumbling), engine.submit("Smile", PARAMS)]
+        asked = [engine.submit(PROMPT, PARAMS, {"on_round": stumbling}), engine.submit("Smile", PARAMS)]
         return [await one.output() for one in asked]
 
     outputs = run(pair, work)
@@ -481,14 +494,15 @@ def test_a_watcher_that_raises_is_left_alone_by_its_request_and_all_others(
 @pytest.mark.slow
 def test_samples_are_sent_all_or_none(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = AsyncLLM(load(pair))
-    post = engine.post
+    thread = engine._thread
+    post = thread.post
 
     def closing_after(*tasks: Any, refuse: bool = False) -> None:
         post(*tasks, refuse=refuse)
-        with engine._inbox.changed:
-            engine._inbox.closing = engine._inbox.closing or refuse
+        with thread._inbox.changed:
+            thread._inbox.closing = thread._inbox.closing or refuse
 
-    monkeypatch.setattr(engine, "post", closing_after)
+    monkeypatch.setattr(thread, "post", closing_after)
     submissions = engine.submit_each(PROMPT, replace(PARAMS, n=3))
     assert [len(one.result(WAIT).token_ids) for one in submissions] == [30] * 3
     with pytest.raises(BadParameter, match="was closed"):
@@ -497,19 +511,29 @@ def test_samples_are_sent_all_or_none(pair: tuple[str, str], monkeypatch: pytest
     assert engine.stats().submitted == 3
 
 
+def test_an_option_of_a_request_as_a_keyword_still_works(pair: tuple[str, str]) -> None:
+    async def work(engine: AsyncLLM) -> tuple[str, str]:
+        with pytest.warns(DeprecationWarning, match=r"AsyncLLM.submit\(method=…\) is the older spelling"):
+            older = engine.submit("Smile", PARAMS, method="lookup")
+        newer = await engine.generate("Smile", PARAMS, RequestOptions(method="pearl", priority=1))
+        return (await older.output()).method, newer.method
+
+    assert run(pair, work) == ("lookup", "pearl")
+
+
 def test_configurations_without_end_are_not_kept(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiences, "MOST_WAYS", 16)
     one = SamplingParams(max_tokens=1)
 
-    def llms() -> int:
+    def decodings() -> int:
         gc.collect()
-        return sum(isinstance(found, LLM) for found in gc.get_objects())
+        return sum(isinstance(found, Decoding) for found in gc.get_objects())
 
     async def work(engine: AsyncLLM) -> tuple[int, int]:
-        before = llms()
+        before = decodings()
         for at in range(30):
-            await engine.generate("Smile", one, speculative={"method": "speculative", "stop_below": at / 1000})
-        return len(engine._llm._experiences._made), llms() - before
+            await engine.generate("Smile", one, {"speculative": {"method": "speculative", "stop_below": at / 1000}})
+        return len(engine._llm.core.experiences._made), decodings() - before
 
     kept, more = run(pair, work)
     assert kept <= 16 and more < 10

@@ -66,7 +66,10 @@ def test_a_slow_machine_leaves_methods_out_but_never_plain_decoding_and_ours(
     demo: ModuleType, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "TOKENS", 8)
-    with LLM(*pair, "specbranch", device="cpu", context_length=512) as llm, demo.progress(Console(quiet=True)) as bar:
+    with (
+        LLM(*pair, "specbranch", device="cpu", options={"context_length": 512}) as llm,
+        demo.progress(Console(quiet=True)) as bar,
+    ):
         kept = demo.warm_up(llm, bar, seconds=0.0)
         answers = demo.measure(kept, bar, "", turns=3)
     assert list(kept) == ["autoregressive", "specbranch"]
@@ -120,7 +123,7 @@ def test_the_tables_fit_a_narrow_terminal_and_name_the_pair_of_the_profile(demo:
 @pytest.mark.slow
 @pytest.mark.default_model
 def test_the_edit_copies_and_is_what_was_asked_for(demo: ModuleType, default_model: Path) -> None:
-    with LLM(device="cpu", context_length=512, method="lookup", keep_experience=False) as llm:
+    with LLM(device="cpu", options={"context_length": 512, "keep_experience": False}, method="lookup") as llm:
         output = llm.chat(demo.asked(demo.COPYING.prompt), SamplingParams(max_tokens=demo.TOKENS))
     assert output.finish_reason == "stop" and output.stats["tokens_per_forward"] > 2
     for wrong, right in (("builded", "was built"), ("there boats", "their boats"), ("familys", "families")):

@@ -23,6 +23,7 @@ from specbranch.experiences import MOST_NEWS, ExperienceFile, Experiences, Learn
 
 HERE = {"target": "a", "threads": 2}
 CONFIG = SpeculativeConfig(method="specbranch")
+OTHER_LOADING = {"runner": "transformers", "weights": "int8", "draft_weights": "int8"}
 
 
 def learned(file: ExperienceFile, *, first: int = 3, seconds: float = 0.02) -> Experiences:
@@ -204,7 +205,7 @@ def test_an_llm_answers_while_the_lock_is_held(
     monkeypatch.setattr("specbranch.experiences.WAIT", 60.0)
     monkeypatch.setattr("specbranch.experiences.PAUSE", 0.0)
     with LLM(*pair, method="specbranch", device="cpu") as llm:
-        writer = llm._experiences._writer
+        writer = llm.core.experiences._writer
         assert writer is not None
         lock = writer._file.path.with_suffix(".lock")
         lock.parent.mkdir(parents=True)
@@ -252,21 +253,25 @@ def kept(folder: Path) -> list[Path]:
 def test_an_llm_keeps_what_it_learns_and_another_takes_it_up(pair: tuple[str, str], tmp_path: Path) -> None:
     folder = tmp_path / "experience"
     with LLM(*pair, method="specbranch", device="cpu") as llm:
-        assert llm._experiences.learned is not None and llm._experiences.learned.knows_target, "it was timed at load"
+        assert llm.core.experiences.learned is not None and llm.core.experiences.learned.knows_target, (
+            "it was timed at load"
+        )
         first = llm.generate("one two three", SamplingParams(max_tokens=24))
     assert len(kept(folder)) == 1
     values = json.loads(kept(folder)[0].read_text())
     assert values["circumstances"]["draft"] and values["costs"]["target"] and values["insights"]
     with LLM(*pair, method="specbranch", device="cpu") as llm:
-        insight = llm._experiences.of(llm.config).insight
-        assert insight.tokens > 0 and llm._experiences.learned is not None and llm._experiences.learned.knows_draft
+        insight = llm.decoding.experience.insight
+        assert (
+            insight.tokens > 0 and llm.core.experiences.learned is not None and llm.core.experiences.learned.knows_draft
+        )
         assert llm.generate("one two three", SamplingParams(max_tokens=24)).token_ids == first.token_ids
 
 
 @pytest.mark.slow
 def test_other_circumstances_have_a_file_of_their_own(pair: tuple[str, str], tmp_path: Path) -> None:
-    stored: list[dict[str, object]] = [{"weights": "int8"}, {"draft_weights": "int8"}]
-    for settings in ({}, {"dtype": "float64"}, {"runner": "transformers"}, {"draft": None, "method": "auto"}, *stored):
+    loading = [{"options": {name: value}} for name, value in OTHER_LOADING.items()]
+    for settings in ({}, {"dtype": "float64"}, {"draft": None, "method": "auto"}, *loading):
         models = {"target": pair[0], "draft": pair[1], "method": "specbranch", "device": "cpu"} | settings
         with LLM(**models) as llm:  # type: ignore[arg-type]
             llm.generate("one two three", SamplingParams(max_tokens=8))
@@ -277,6 +282,6 @@ def test_other_circumstances_have_a_file_of_their_own(pair: tuple[str, str], tmp
 def test_nothing_is_kept_where_it_is_not_wanted_or_time_is_modelled(
     pair: tuple[str, str], tmp_path: Path, settings: dict[str, object]
 ) -> None:
-    with LLM(*pair, method="specbranch", device="cpu", **settings) as llm:  # type: ignore[arg-type]
+    with LLM(*pair, method="specbranch", device="cpu", options=settings) as llm:
         llm.generate("one two three", SamplingParams(max_tokens=24))
     assert not (tmp_path / "experience").exists()

@@ -6,26 +6,32 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from specbranch.core.methods import METHODS
+
 SOURCE = Path(__file__).parents[1] / "src" / "specbranch"
 # From the bottom up; those of one line must not import one another. A new package has to find its line here.
 LAYERS = (
     {"errors"},
-    {"config", "extras", "files", "charts", "machine_load", "progress", "provenance", "gguf_header", "file_values"},
+    {"config", "extras", "files", "charts", "machine_load", "progress", "provenance", "gguf_header", "file_values"}
+    | {"older_names"},
     {"core"},
     {"exec"},
     {"clock"},
     {"models", "text"},
     {"pairs"},
-    {"answer", "assembly", "experiences"},
-    {"hrad", "submission"},
+    {"assembly", "experiences"},
+    {"decoding", "hrad"},
+    {"answer"},
+    {"submission", "engine_core"},
     {"engine"},
+    {"engine_thread"},
     {"async_engine"},
     {"serve"},
     {"training.distill"},
@@ -52,13 +58,30 @@ WITHOUT_TORCH = (  # layers that load without it
         "answer",
         "assembly",
         "experiences",
+        "decoding",
+        "engine_core",
         "engine",
         "submission",
+        "engine_thread",
         "async_engine",
         "lab.recheck",
         "cli",
     ),
 )
+# Answers a prompt by every method; prints the methods, then what was imported from outside the engine.
+EVERY_METHOD = """
+import sys
+from specbranch import LLM, SamplingParams
+from specbranch.core.methods import METHODS
+
+target, draft = sys.argv[1:]
+for name, method in METHODS.items():
+    models = (target, draft) if method.uses_draft else (target,)
+    with LLM(*models, method=name, device="cpu", context_length=128, keep_experience=False) as llm:
+        assert llm.generate("A branch is a guess", SamplingParams(max_tokens=8, ignore_eos=True)).token_ids
+print(*METHODS)
+print("outside:", *(name for name in sys.modules if name.startswith(("specbranch.lab", "specbranch.training"))))
+"""
 HEAVY = {"torch", "transformers", "numpy", "numba", "safetensors", "optuna", "accelerate"}
 
 
@@ -124,6 +147,26 @@ def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
         assert there is None or there == here or RANK[there] < RANK[here], f"{found.file} imports {found.module}"
 
 
+def test_the_engine_imports_neither_training_nor_the_lab_not_even_lazily() -> None:
+    for path in files():
+        if layer(path) != "cli" and not layer(path).startswith(BUILDINGS):
+            for found in imports(path):
+                top, *inside = found.module.split(".")
+                assert top != "specbranch" or inside[:1] not in ([name] for name in BUILDINGS), (
+                    f"{found.file} imports {found.module}"
+                )
+
+
+@pytest.mark.slow
+def test_an_engine_runs_every_method_without_training_or_the_lab(pair: tuple[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EVERY_METHOD, *pair], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    ran, outside = done.stdout.splitlines()
+    assert ran.split() == list(METHODS) and outside == "outside:"
+
+
 def test_core_needs_the_standard_library_only() -> None:
     for path in files():
         if layer(path) in ("errors", "config", "extras", "core"):
@@ -165,14 +208,37 @@ def test_the_package_itself_imports_only_its_words_at_once() -> None:
 
 
 def test_modules_import_one_another_in_no_circle() -> None:
-    names = {
+    names = _module_files()
+    _refuse_circles(
+        {
+            name: {_module(found.module, names) for found in imports(path) if found.at_once} - {None, name}
+            for name, path in names.items()
+        }
+    )
+
+
+def test_models_import_one_another_in_no_circle_not_even_lazily() -> None:
+    """Kernels are left out: they import triton, and are imported only where it is there."""
+    names = {name: path for name, path in _module_files().items() if name.startswith("specbranch.models.")}
+    kernels = {name for name, path in names.items() if any(found.module == "triton" for found in imports(path))}
+    assert kernels
+    _refuse_circles(
+        {
+            name: {_module(found.module, names) for found in imports(path)} - {None, name} - kernels
+            for name, path in names.items()
+        }
+    )
+
+
+def _module_files() -> dict[str, Path]:
+    """Every file of ours by its module's name."""
+    return {
         ".".join(("specbranch", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
         for path in files()
     }
-    edges = {
-        name: {_module(found.module, names) for found in imports(path) if found.at_once} - {None, name}
-        for name, path in names.items()
-    }
+
+
+def _refuse_circles(edges: Mapping[str, Set[str | None]]) -> None:
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
@@ -203,6 +269,7 @@ def _module(imported: str, names: dict[str, Path]) -> str | None:
         "specbranch.clock.virtual_clock",
         "specbranch.engine",
         "specbranch.cli.main",
+        "specbranch.lab.inflation.source",
     ],
 )
 def test_importing_needs_no_torch(what: str) -> None:

@@ -110,7 +110,7 @@ def test_a_card_tells_layers_size_and_figures(monkeypatch: pytest.MonkeyPatch, t
 
 def test_llm_decodes_a_pair_by_name_as_plain_decoding_does(tiny: Pair) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30)
-    with LLM(pair="tiny", speculative=DRAFTING, device="cpu", dtype="float64", context_length=128) as llm:
+    with LLM(pair="tiny", speculative=DRAFTING, device="cpu", dtype="float64", options={"context_length": 128}) as llm:
         output = llm.generate(PROMPT, params)
         plain = llm.using("autoregressive").generate(PROMPT, params)
     assert output.token_ids == plain.token_ids and plain.stats["drafted"] == 0
@@ -118,13 +118,13 @@ def test_llm_decodes_a_pair_by_name_as_plain_decoding_does(tiny: Pair) -> None:
 
 
 def test_llm_without_names_is_the_default_pair(tiny: Pair) -> None:
-    llm = LLM(speculative=DRAFTING, device="cpu", context_length=64)
+    llm = LLM(speculative=DRAFTING, device="cpu", options={"context_length": 64})
     assert (llm.target, llm.method) == (tiny.target, "specbranch")
     assert llm.generate(PROMPT, SamplingParams(max_tokens=10)).stats["drafted"] > 0
 
 
 def test_a_pairs_draft_can_be_named_beside_its_target(tiny: Pair) -> None:
-    llm = LLM(tiny.target, "tiny", speculative=DRAFTING, device="cpu", context_length=64)
+    llm = LLM(tiny.target, "tiny", speculative=DRAFTING, device="cpu", options={"context_length": 64})
     assert llm.generate(PROMPT, SamplingParams(max_tokens=10)).stats["drafted"] > 0
 
 
@@ -133,9 +133,13 @@ def test_a_method_without_a_draft_does_not_even_look_for_it(
     method: str, tiny: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(pairs.DRAFTS_VARIABLE, str(tmp_path))
-    assert LLM(method=method, device="cpu", context_length=64).generate(PROMPT, SamplingParams(max_tokens=5)).token_ids
+    assert (
+        LLM(method=method, device="cpu", options={"context_length": 64})
+        .generate(PROMPT, SamplingParams(max_tokens=5))
+        .token_ids
+    )
     with pytest.raises(MissingDraft):
-        LLM(device="cpu", context_length=64)
+        LLM(device="cpu", options={"context_length": 64})
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ ON_GPU = pytest.param(("native", "cuda"), marks=pytest.mark.gpu, id="native on a
 @pytest.fixture(scope="module", params=[("native", "cpu"), ("transformers", "cpu"), ON_GPU], ids=" on a ".join)
 def llm(pair: tuple[str, str], request: pytest.FixtureRequest, nothing_kept: None) -> Iterator[LLM]:
     runner, device = request.param
-    with LLM(*pair, dtype="float64", device=device, context_length=480, runner=runner) as loaded:
+    with LLM(*pair, dtype="float64", device=device, options={"context_length": 480, "runner": runner}) as loaded:
         yield loaded
 
 
@@ -59,7 +59,7 @@ def test_answers_and_scores_in_a_batch_are_what_they_are_alone(pair: tuple[str, 
     texts, params = [TEXT, TEXT[9:], "Smile"], SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
 
     async def work() -> tuple[list[object], list[object], tuple[int, ...]]:
-        async with AsyncLLM(LLM(*pair, dtype="float64", device="cpu", context_length=480)) as engine:
+        async with AsyncLLM(LLM(*pair, dtype="float64", device="cpu", options={"context_length": 480})) as engine:
             answers = [engine.generate(text, params) for text in texts]
             scores = [engine.score(text, 2) for text in texts]
             both = await asyncio.gather(*answers, *scores)
@@ -68,6 +68,6 @@ def test_answers_and_scores_in_a_batch_are_what_they_are_alone(pair: tuple[str, 
             return [one.token_ids for one in both[:3]], list(both[3:]), await engine.score([5])
 
     said, scored, nothing = asyncio.run(work())
-    with LLM(*pair, dtype="float64", device="cpu", context_length=480, method="autoregressive") as alone:
+    with LLM(*pair, dtype="float64", device="cpu", options={"context_length": 480}, method="autoregressive") as alone:
         assert said == [alone.generate(text, params).token_ids for text in texts]
         assert scored == [alone.score(text, 2) for text in texts] and nothing == ()

@@ -53,3 +53,11 @@ def test_one_device_stands_beside_two() -> None:
         ["one", "2.00", "2.00", "+0.0 %"],
         ["two", "2.20", "2.00", "+10.0 %"],
     ]
+
+
+def test_prose_is_wrapped_and_tables_are_not() -> None:
+    row = f"| {'x' * 120} |"
+    text = written._filled("<!-- told -->old<!-- /told -->", "told", [row, "", "some words " * 20])
+    begin, first, empty, *prose, end = text.split("\n")
+    assert (begin, first, empty, end) == ("<!-- told -->", row, "", "<!-- /told -->")
+    assert len(prose) > 1 and all(len(line) <= written.WIDE for line in prose)

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.config import LoadOptions, SamplingParams, SpeculativeConfig
 from specbranch.errors import SpecBranchError
 
 if TYPE_CHECKING:
-    from specbranch.async_engine import AsyncLLM
+    from specbranch.async_engine import AsyncLLM, RequestOptions
     from specbranch.engine import LLM, Output
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Output", "SamplingParams", "SpecBranchError", "SpeculativeConfig", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "LoadOptions",
+    "Output",
+    "RequestOptions",
+    "SamplingParams",
+    "SpecBranchError",
+    "SpeculativeConfig",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -24,8 +34,8 @@ def __getattr__(name: str) -> object:
         from specbranch import engine
 
         return getattr(engine, name)
-    if name == "AsyncLLM":
+    if name in ("AsyncLLM", "RequestOptions"):
         from specbranch import async_engine
 
-        return async_engine.AsyncLLM
+        return getattr(async_engine, name)
     raise AttributeError(f"module 'specbranch' has no attribute {name!r}")

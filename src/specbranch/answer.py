@@ -1,6 +1,7 @@
-"""What a user gets back: an `Output`, whole or `Chunk` by `Chunk`, and the text that belongs to a session under way.
+"""What a user gets back: an `Output`, whole or `Chunk` by `Chunk`, and the `Answer` it is made from.
 
-Owns the pairing of a session with its text. Invariant: the pieces shown, joined, are the output's text.
+Owns the pairing of a session with its decoding and its text. Invariant: the pieces shown, joined, are the output's
+text.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from specbranch.config import SamplingParams
+from specbranch.core.methods import MethodRounds
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
 from specbranch.core.session import FinishReason, Origin, Session
+from specbranch.decoding import Decoding
 from specbranch.text.detokenizer import Detokenizer
 from specbranch.text.stop import StopStrings
 
@@ -98,17 +101,21 @@ class Answer:
         request: Request,
         limit: int,
         tokenizer: Tokenizer,
-        method: str,
-        given: tuple[int, ...] = (),
+        decoding: Decoding,
+        forced: tuple[int, ...] = (),
     ) -> None:
-        """`given`: what the target is to say first, whatever it would say; then it is free."""
+        """`forced`: tokens that the answer starts with, whatever the target would say; then it is free."""
         params = request.params
-        self.method, self.given = method, given
+        self.decoding, self.forced = decoding, forced
         self._reader = StopStrings(params.stop, Detokenizer(tokenizer), params.min_tokens)
         self._texts: list[str] = []
         self._uncomputed: list[int] = []  # tokens whose text nobody waits for
         self._shown = 0
         self.session = Session(number, prompt, request, limit, self._watch)
+
+    def start(self) -> MethodRounds:
+        """Begin its rounds, once the scheduler admits it."""
+        return self.decoding.start(self.session, self.forced)
 
     def chunk(self) -> Chunk:
         """Return what is new since the last call."""
@@ -127,7 +134,7 @@ class Answer:
             text=self._reader.text,
             token_ids=tuple(session.output),
             finish_reason=session.finished,
-            method=self.method,
+            method=self.decoding.name,
             stats=session.stats.summary(),
             prompt_token_ids=tuple(session.tokens[: request.prompt_length]),
             params=request.params,

@@ -11,12 +11,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
-from specbranch.config import WEIGHTS, ExecutorName, WeightsName
+from specbranch.config import DeviceMap, ExecutorName, LoadOptions, RunnerName, WeightsName, check_loading
 from specbranch.core.loop import Executor
 from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("specbranch")
 
-DeviceMap = Literal["auto"]
-RunnerName = Literal["auto", "native", "transformers"]
-RUNNERS = ("auto", "native", "transformers")
 EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -47,7 +44,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 class ModelChoice:
     """A model and how to run it, as plain data."""
 
-    name: str  # a known name, a folder (a model's, or an inflation's), a .gguf file or a Hub id
+    name: str  # a known name, a folder (with a model, or its recipe), a .gguf file or a Hub id
     runner: RunnerName = "auto"
     device: str | None = None  # nothing: a GPU if there is one
     dtype: str | None = None  # nothing: float32 on a CPU, bfloat16 elsewhere
@@ -69,16 +66,9 @@ class ModelChoice:
             raise BadParameter(
                 f"A model is named {self.name!r}; expected a folder, a .gguf file, a Hub id or a known name."
             )
-        if self.runner not in RUNNERS:
-            raise unknown("runner", str(self.runner), RUNNERS)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise unknown("dtype", str(self.dtype), DTYPES)
-        if self.weights is not None and self.weights not in WEIGHTS:
-            raise unknown("storage of weights", str(self.weights), WEIGHTS)
-        if self.context_length is not None and (not isinstance(self.context_length, int) or self.context_length < 2):
-            raise BadParameter(f"context_length is {self.context_length!r}; expected a whole number ≥ 2, or nothing.")
-        if self.cache_tokens is not None and (not isinstance(self.cache_tokens, int) or self.cache_tokens < 1):
-            raise BadParameter(f"cache_tokens is {self.cache_tokens!r}; expected a whole number ≥ 1, or nothing.")
+        check_loading(self.runner, self.weights, self.context_length, self.cache_tokens)
         if self.device_map is not None:
             self._check_device_map()
 
@@ -91,6 +81,31 @@ class ModelChoice:
             raise BadParameter(
                 f"device_map 'auto' takes all GPUs, and device {self.device!r} was asked for. Leave one of the two out."
             )
+
+
+def chosen_target(name: str, device: str | None, dtype: str | None, options: LoadOptions) -> ModelChoice:
+    """Return the choice of a target that was asked for by `LLM`'s arguments."""
+    return ModelChoice(
+        name,
+        options.runner,
+        device,
+        dtype,
+        options.context_length,
+        cache_tokens=options.cache_tokens,
+        cache_dtype=options.cache_dtype,
+        weights=options.weights,
+        device_map=options.device_map,
+        prefix_cache=options.prefix_cache,
+    )
+
+
+def chosen_draft(name: str | None, target: ModelChoice, options: LoadOptions) -> ModelChoice | None:
+    """Return the choice of the draft beside a target: it runs as the target does, but for what is its own."""
+    if not name:
+        return None
+    beside = options.draft_device or target.device
+    own: dict[str, Any] = {"weights": options.draft_weights, "cache_dtype": kept_by_draft(options.cache_dtype, beside)}
+    return replace(target, name=name, device=beside, shorten=True, device_map=None, **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +158,11 @@ def fitted_to_target(draft: ModelChoice, target: str) -> ModelChoice:
 
 def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
     """Return the path or id to load a model from, fetching a known one first if it is not here."""
-    from specbranch.lab.inflation.recipe import is_inflation, read_inflation
     from specbranch.models.files import store
+    from specbranch.models.files.sources import made_model
 
-    if is_inflation(choice.name):
-        fetched(replace(choice, name=read_inflation(choice.name).source), progress)
+    if (made := made_model(choice.name)) is not None:
+        fetched(replace(choice, name=made.base), progress)
         return choice.name
     if choice.name not in store.KNOWN or Path(choice.name).exists():
         return choice.name
@@ -190,7 +205,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
         "tail": choice.tail,
     }
     if choice.runner in ("auto", "native") and choice.device_map is None:
-        from specbranch.models.native import load_native
+        from specbranch.models.loading import load_native
 
         try:
             own: dict[str, Any] = {"cache_tokens": choice.cache_tokens, "cache_dtype": choice.cache_dtype}
@@ -219,12 +234,11 @@ def kept_by_draft(cache_dtype: str | None, device: str | None) -> str | None:
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:
     """Load a model's tokenizer."""
-    from specbranch.lab.inflation.recipe import uninflated
-    from specbranch.models.files.locate import locate
+    from specbranch.models.files.locate import locate, stored_base
     from specbranch.models.files.store import cache_folder
     from specbranch.text.tokenizer import Tokenizer
 
-    found = uninflated(locate(fetched(choice)))
+    found = stored_base(locate(fetched(choice)))
     if found.kind == "gguf":
         return Tokenizer.from_gguf(found.path, cache_folder() / "tokenizers")
     return Tokenizer.from_folder(found.path, cache_folder() / "tokenizers")
@@ -239,8 +253,11 @@ def make_drafter(choice: ModelChoice, vocabulary: int, target_runner: Runner | N
 
 
 def drafter_recipe(choice: ModelChoice, vocabulary: int) -> Recipe:
-    """Return how a draft process makes the same worker for itself."""
-    return Recipe("specbranch.assembly:make_drafter_by", {"choice": asdict(choice), "vocabulary": vocabulary})
+    """Return how a draft process makes the same worker for itself; it imports the same sources of tensors first."""
+    from specbranch.models.files.sources import source_modules
+
+    given = {"choice": asdict(choice), "vocabulary": vocabulary}
+    return Recipe("specbranch.assembly:make_drafter_by", given, source_modules())
 
 
 def make_drafter_by(choice: Mapping[str, Any], vocabulary: int) -> Drafter:

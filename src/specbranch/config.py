@@ -1,4 +1,5 @@
-"""What users may set: how to sample (`SamplingParams`) and how to speculate (`SpeculativeConfig`).
+"""What users may set: how to sample (`SamplingParams`), how to speculate (`SpeculativeConfig`), how to load models
+(`LoadOptions`).
 
 Frozen, checked when made; unknown keys are refused with the nearest name. Holds no defaults of particular models.
 """
@@ -17,11 +18,7 @@ from specbranch.errors import BadParameter, unknown
 Rule = Literal["match", "ratio"]
 HeadKind = Literal["top", "sampled"]
 PolicyName = Literal["fixed", "confidence", "entropy", "last", "paper", "oracle", "planner"]
-Part = Literal["overlap", "trees", "branches", "lookup", "learning", "hrad", "posterior"]
-PARTS: dict[str, tuple[Part, ...]] = {  # what each policy has that can be left out
-    "planner": ("overlap", "trees", "branches", "lookup", "learning"),
-    "paper": ("hrad", "branches", "posterior"),
-}
+Part = Literal["overlap", "trees", "branches", "lookup", "learning", "hrad", "posterior"]  # of any policy
 
 TUNED_FOR = "tuned_for"  # beside the settings that `specbranch tune` writes: what they are good for; no setting itself
 LONGEST_DRAFT = 64  # tokens: a chain and its verification fit a cache's tail
@@ -31,6 +28,9 @@ ExecutorName = Literal["serial", "process", "streams"]
 AT_ONCE: tuple[ExecutorName, ...] = ("process", "streams")  # executors under which draft and target work at once
 WeightsName = Literal["float32", "bfloat16", "int8", "int4", "stored"]  # how matrices are stored
 WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
+RunnerName = Literal["auto", "native", "transformers"]
+RUNNERS: tuple[RunnerName, ...] = get_args(RunnerName)
+DeviceMap = Literal["auto"]
 
 
 def _require(ok: bool, name: str, got: object, expected: str) -> None:
@@ -158,7 +158,7 @@ class SpeculativeConfig:
     lookahead_window: int = 15  # W in lookahead decoding's paper, which has these three for a model of 7B
     lookahead_ngram: int = 5  # N
     lookahead_candidates: int = 15  # G: n-grams kept, and verified, for each first token
-    without: tuple[Part, ...] = ()  # parts of the policy to leave out, to see what each brings (PARTS)
+    without: tuple[Part, ...] = ()  # parts of the policy to leave out, to see what each brings (core.policies)
 
     def __post_init__(self) -> None:
         self._check_parts()
@@ -231,6 +231,61 @@ class SpeculativeConfig:
     def from_file(cls, path: str | Path) -> Self:
         """Read from a JSON file, such as `specbranch tune` writes."""
         return cls.from_dict(read_settings(path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How models are loaded, beyond what most users set; the rarer arguments of `LLM` as one value."""
+
+    runner: RunnerName = "auto"
+    draft_device: str | None = None  # nothing: the target's
+    # "auto" spreads the target over all GPUs, by the transformers runner; the draft stays on one device
+    device_map: DeviceMap | None = None
+    # How matrices are stored; nothing: in the dtype, or as a quantised GGUF file has them ("stored") on a CPU. With
+    # "int8", "int4" and "stored" the model is another, coarser one, and every method gives its plain decoding's text.
+    weights: WeightsName | None = None
+    draft_weights: WeightsName | None = None
+    context_length: int | None = None  # tokens of prompt and answer; nothing: the model's own
+    cache_tokens: int | None = None  # KV slots of each model for all requests together; nothing: what memory allows
+    cache_dtype: str | None = None  # "bfloat16" or "int8": keys and values in less memory, on a CPU; another model, too
+    # prompts of a list that are decoded at once; nothing: 64, or one with the transformers runner, which gains nothing
+    max_batch: int | None = None
+    clock: str | None = None  # name or file of a cost profile: decisions are real, and time is what the profile charges
+    force_profile: bool = False  # take a profile that was measured with another pair
+    predictor: str | None = None  # a folder of `specbranch train-predictor`; nothing: the one of the pair
+    keep_experience: bool = True  # read and write what is learned of a pair in the cache folder
+    prefix_cache: bool = True  # keep the KV pages of prompts for those that start alike
+
+    def __post_init__(self) -> None:
+        check_loading(self.runner, self.weights, self.context_length, self.cache_tokens)
+        if self.draft_weights is not None and self.draft_weights not in WEIGHTS:
+            raise unknown("storage of weights", str(self.draft_weights), WEIGHTS)
+        if self.max_batch is not None:
+            batch_size(self.max_batch)
+        for name in ("force_profile", "keep_experience", "prefix_cache"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build from a mapping, refusing keys that do not exist."""
+        return cls(**_known_only(cls, "option of LLM", values))
+
+
+def check_loading(runner: str, weights: str | None, context_length: int | None, cache_tokens: int | None) -> None:
+    """Refuse how a model cannot be loaded, whatever the model."""
+    if runner not in RUNNERS:
+        raise unknown("runner", str(runner), RUNNERS)
+    if weights is not None and weights not in WEIGHTS:
+        raise unknown("storage of weights", str(weights), WEIGHTS)
+    for name, value, least in (("context_length", context_length, 2), ("cache_tokens", cache_tokens, 1)):
+        expected = f"a whole number ≥ {least}, or nothing"
+        _require(value is None or (isinstance(value, int) and value >= least), name, value, expected)
+
+
+def batch_size(given: int) -> int:
+    """Return how many requests may be decoded at once, or refuse it."""
+    _require(isinstance(given, int) and given >= 1, "max_batch", given, "a whole number ≥ 1")
+    return given
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from math import inf
 from threading import TIMEOUT_MAX
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 from specbranch.answer import Answer, Chunk, Output, Piece
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.scheduler import Ticket
 from specbranch.core.session import RoundWatcher
-from specbranch.errors import SpecBranchError
+from specbranch.decoding import Speculative
+from specbranch.errors import BadParameter, SpecBranchError, unknown
 
 
-class Engine(Protocol):
+class SubmissionEngine(Protocol):
     """What a submission asks of the engine that it was sent to."""
 
     def post(self, *tasks: Callable[[], None]) -> None:
@@ -38,6 +40,39 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How a request of `AsyncLLM` is decoded and scheduled; how it is sampled is in its `SamplingParams`."""
+
+    method: str | None = None  # nothing: the LLM's own
+    speculative: Speculative = None  # settings of the method; False: plain decoding
+    priority: int = 0  # higher ones go first
+    deadline: float | None = None  # seconds; a request that is not finished by then ends with an error and what it has
+    # called with what both models did in each round of the first sample, in the engine's thread: it has to be quick
+    on_round: RoundWatcher | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise BadParameter(f"priority is {self.priority!r}; expected a whole number, higher ones first.")
+        late = self.deadline
+        if late is not None and (not isinstance(late, (int, float)) or isinstance(late, bool) or not late > 0):
+            raise BadParameter(f"deadline is {late!r}; expected seconds above 0, or nothing.")
+
+    @property
+    def within(self) -> float | None:
+        """The deadline in seconds that a clock can hold; infinity is none."""
+        return None if self.deadline in (None, inf) else float(min(self.deadline, TIMEOUT_MAX))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build from a mapping, refusing keys that do not exist."""
+        names = [one.name for one in fields(cls)]
+        for name in values:
+            if name not in names:
+                raise unknown("option of a request", name, names)
+        return cls(**values)
+
+
 @dataclass(frozen=True, slots=True)
 class Wish:
     """A request as it was checked by its caller's thread."""
@@ -45,19 +80,17 @@ class Wish:
     prompt: list[int]
     params: SamplingParams
     config: SpeculativeConfig
-    priority: int
-    within: float | None
+    options: RequestOptions
     streams: bool = False
     sample: int | None = None  # which one; nothing: all n
-    given: tuple[int, ...] = ()  # what the target is to say, after the prompt; nothing: it is free
-    on_round: RoundWatcher | None = None
+    scored: bool = False  # the prompt's own tokens are wanted with their log-probabilities, and no answer
 
 
 class Submission:
     """A request under way: its text as it comes, its output, and the way to cancel it. Any thread or task may use it;
     its chunks go to one of them."""
 
-    def __init__(self, engine: Engine, wish: Wish) -> None:
+    def __init__(self, engine: SubmissionEngine, wish: Wish) -> None:
         self.wish = wish
         self.answers: list[Answer] = []  # the engine's thread's own, like the next two
         self.tickets: list[Ticket] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbranch.cli.progress import counted, narrated
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 
 
 def test_a_bar_is_drawn_where_somebody_looks_and_lines_stay(

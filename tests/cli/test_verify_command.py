@@ -93,8 +93,10 @@ def test_the_saved_circumstances_reach_the_model(
     monkeypatch.setattr(engine, "LLM", loaded)
     command("verify", "-", "--runner", "transformers", stdin=json.dumps(answer))
     assert (asked["target"], asked["dtype"]) == (answer["target"], "float64")
-    assert answer["context_length"] == 256 and "context_length" not in asked, "a claim could cut the answer short"
-    assert asked["runner"] == "transformers" and "draft" not in asked
+    assert answer["context_length"] == 256 and asked["options"].context_length is None, (
+        "a claim could cut the answer short"
+    )
+    assert asked["options"].runner == "transformers" and "draft" not in asked
 
 
 def test_an_answer_notes_the_build_and_the_device_that_made_it(answer: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def as_numbers(row: Any) -> list[float]:
 
 
 def native(folder: Path) -> Subject:
-    module = pytest.importorskip("specbranch.models.native")
+    module = pytest.importorskip("specbranch.models.loading")
     model = saved_model(folder)
     runner = module.load_native(folder, context_length=CONTEXT, tail=TAIL, dtype="float32")
     return Subject(runner, by_plain_forward(model), 2e-4, as_numbers)

@@ -60,7 +60,7 @@ def test_a_tree_is_told_apart_by_what_was_sent_and_what_hangs_below_the_hit() ->
             node(2),
         )
     )
-    told = tree_standings(tree, sent=[0, 1, 2], line=[0, 1], path=[0], hit=3)
+    told = tree_standings(tree, sent=[0, 1, 2], main_path=[0, 1], path=[0], hit=3)
     assert told == ([1], [2], [6], [4], [3])  # rejected, sibling, lost, left, head
     assert Settled(1, *map(len, told)).fates(ended=False) == Fates(rejected=1, siblings=1, losing=1)
     assert Settled(1, *map(len, told)).fates(ended=True) == Fates(unused=5)

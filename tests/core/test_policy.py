@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from specbranch.config import SpeculativeConfig
+from specbranch.config import Part, PolicyName, SpeculativeConfig
 from specbranch.core.forecast import ALL, NONE, SOME, Signal
+from specbranch.core.hrad_policy import LastLength, Paper
 from specbranch.core.methods import METHODS, find_method
 from specbranch.core.orders import NOTHING, Branch, Plan, Reports, Sparse, Verdict
-from specbranch.core.policy import Confidence, Entropy, Fixed, LastLength, Paper, make_policy
+from specbranch.core.policies import POLICIES, make_policy
+from specbranch.core.policy import Confidence, Entropy, Fixed
 from specbranch.errors import BadParameter
 
 
@@ -177,3 +181,21 @@ def test_the_last_length_stands_for_the_next(taken: int, kept: int) -> None:
 def test_parts_and_policies_that_do_not_fit_are_refused(method: str, values: dict[str, object], words: str) -> None:
     with pytest.raises(BadParameter, match=words):
         METHODS[method].check(method, SpeculativeConfig(method=method, **values))  # type: ignore[arg-type]
+
+
+def test_the_table_has_every_policy_and_every_part_that_settings_may_name() -> None:
+    assert tuple(POLICIES) == get_args(PolicyName)
+    assert {part for kind in POLICIES.values() for part in kind.parts} == set(get_args(Part))
+    assert all(kind.signal_part in (None, *kind.parts) for kind in POLICIES.values())
+
+
+def test_only_a_policy_with_its_part_for_signals_heeds_them() -> None:
+    heeding = {name for name in POLICIES if METHODS["specbranch"].heeds_signals(SpeculativeConfig(policy=name))}
+    assert heeding == {"paper"}
+    assert not METHODS["specbranch"].heeds_signals(SpeculativeConfig(policy="paper", without=("hrad",)))
+    assert not any(method.heeds_signals(SpeculativeConfig()) for method in METHODS.values())
+
+
+def test_the_planner_plans_no_chains() -> None:
+    with pytest.raises(ValueError, match="'planner' grows trees"):
+        make_policy(SpeculativeConfig(), "planner", "top")

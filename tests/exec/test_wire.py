@@ -89,7 +89,10 @@ orders = full(Draft, on=contexts, plan=plans) | full(
 )
 made = several(branches) | trees
 PARTS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
-    Hello: {"path": several(texts), "recipe": full(Recipe, given=st.dictionaries(texts, plain, max_size=3))},
+    Hello: {
+        "path": several(texts),
+        "recipe": full(Recipe, given=st.dictionaries(texts, plain, max_size=3), modules=several(texts)),
+    },
     Open: {"request": requests},
     Work: {"orders": st.dictionaries(ints, orders, max_size=2)},
     HeadsDrawn: {"heads": st.dictionaries(ints, branches, max_size=2)},

@@ -20,7 +20,8 @@ from specbranch.core.request import Request
 from specbranch.core.runner import Feed, Trial
 from specbranch.core.slots import ROOT
 from specbranch.models.gpu.kernel_step import KernelStep
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from tiny_models import GREEDY, planted, some_tokens
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,8 @@ from specbranch.core.orders import Context, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Runner, Trial
 from specbranch.core.slots import ROOT
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.rows import collate
 from test_identity_models import SHAPINGS, compare
 from tiny_models import CONFIGS, GREEDY, in_double, logits_of, saved, some_tokens, tiny

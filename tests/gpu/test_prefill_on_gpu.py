@@ -15,8 +15,9 @@ from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.chunk_attention import attend_by_flash, attend_masked, choose_attend_chunk
+from specbranch.models.loading import load_native
 from specbranch.models.model import PREFILL_CHUNKS
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.native import NativeRunner
 from tiny_models import GREEDY
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,8 @@ from specbranch.core.orders import PrefillCount
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from test_prefix_cache import conversation, decoded, go_on, held_bits, read, row
 from tiny_models import GREEDY
 

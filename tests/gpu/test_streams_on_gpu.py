@@ -27,7 +27,7 @@ from specbranch.errors import ModelError
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from tiny_models import some_tokens
 from toybench import PROFILE, Timeless, run_out
 
@@ -271,7 +271,11 @@ def test_it_is_had_by_its_name(draft_device: str, pair: tuple[str, str]) -> None
     texts = []
     for executor in ("serial", "streams"):
         llm = LLM(
-            *pair, executor=executor, device="cuda", draft_device=draft_device, context_length=256, dtype="float32"
+            *pair,
+            executor=executor,
+            device="cuda",
+            options={"draft_device": draft_device, "context_length": 256},
+            dtype="float32",
         )  # type: ignore[arg-type]
         with llm:
             texts.append(

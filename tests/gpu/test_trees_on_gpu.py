@@ -11,7 +11,7 @@ from test_exact_on_gpu import CONFIGS
 from transformers import AutoModelForCausalLM
 
 from specbranch.core.trees import Tree
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from test_device_trees import GREEDY, NOISY, assert_grown_alike
 
 pytestmark = pytest.mark.gpu

@@ -44,7 +44,8 @@ from specbranch.models.files.blocks import BLOCK, FORMS, ROWS, BlockForm, BlockM
 from specbranch.models.files.encodings import gguf_encoding
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.stored_rows import StoredRows
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.storage import agreed
 from test_identity_models import SHAPINGS, compare
 from test_weights import HALVES, random_blocks, write_gguf
@@ -505,16 +506,16 @@ def test_a_damaged_file_is_refused_by_name(damage: str, files: dict[str, Path], 
 def test_a_file_that_shrinks_while_it_is_read_is_refused_by_name(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specbranch.models import native
+    from specbranch.models import loading
 
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(files["llama Q4_1"].read_bytes())
-    reading = native.read_weights
+    reading = loading.read_weights
 
     def shrunk(*args: object) -> object:
         bad.write_bytes(bad.read_bytes()[:-2000])
         return reading(*args)
 
-    monkeypatch.setattr(native, "read_weights", shrunk)
+    monkeypatch.setattr(loading, "read_weights", shrunk)
     with pytest.raises(ModelError, match=r"bad\.gguf: tensor .* could not be read"):
         load_native(bad, context_length=64, weights="stored")

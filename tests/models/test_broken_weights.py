@@ -16,7 +16,7 @@ from specbranch.core.request import Request
 from specbranch.errors import ModelError
 from specbranch.exec.verifier import Verifier
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from tiny_pair import make_pair
 
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, seed=1)
@@ -50,7 +50,7 @@ def test_a_broken_target_has_no_log_probabilities(engine: LLM) -> None:
 
 def test_a_broken_target_on_transformers_is_said(broken: tuple[str, str]) -> None:
     with pytest.raises(ModelError, match="are not finite"):
-        LLM(broken[0], device="cpu", method="autoregressive", runner="transformers")
+        LLM(broken[0], device="cpu", method="autoregressive", options={"runner": "transformers"})
 
 
 @pytest.mark.parametrize("params", [SAMPLED, SHAPED], ids=["in a graph", "shaped"])
@@ -72,7 +72,7 @@ def test_a_request_beside_a_broken_one_goes_on(tmp_path: Path) -> None:
         expected = sound.generate([[5, 6, 8]], SamplingParams(max_tokens=4))[0]
     assert 300 not in expected.token_ids
     damage(Path(target), lambda weights: weights["model.embed_tokens.weight"][300].fill_(NAN))
-    with LLM(target, device="cpu", method="autoregressive", max_batch=2) as llm:
+    with LLM(target, device="cpu", method="autoregressive", options={"max_batch": 2}) as llm:
         answers = llm.generate([[5, 6, 8], [5, 6, 300]], SamplingParams(max_tokens=4))
     assert answers[0].token_ids == expected.token_ids
     assert answers[1].finish_reason == "error"

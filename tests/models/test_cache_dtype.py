@@ -15,7 +15,8 @@ from specbranch.experiences import experience_folder
 from specbranch.models import room
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.kv import _whole, page_bytes, widened
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.rows import collate
 from specbranch.models.storage import kept_in
 from test_identity_models import SHAPINGS, compare
@@ -177,7 +178,9 @@ def test_every_method_gives_the_tokens_of_plain_decoding(
 def test_both_models_take_the_setting_and_answers_are_those_of_plain_decoding(
     method: str, cache_dtype: str, pair: tuple[str, str]
 ) -> None:
-    with LLM(*pair, device="cpu", context_length=200, cache_dtype=cache_dtype, keep_experience=False) as llm:
+    with LLM(
+        *pair, device="cpu", options={"context_length": 200, "cache_dtype": cache_dtype, "keep_experience": False}
+    ) as llm:
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         prompts = ["A branch is a guess", "A branch is a twig"]  # the second begins like the first
         texts = [
@@ -193,7 +196,7 @@ def test_what_is_learned_with_another_cache_is_kept_apart(
 ) -> None:
     monkeypatch.setenv("SPECBRANCH_CACHE", str(tmp_path))
     for kind in (None, "float32", "int8"):
-        with LLM(*pair, device="cpu", context_length=200, cache_dtype=kind) as llm:
+        with LLM(*pair, device="cpu", options={"context_length": 200, "cache_dtype": kind}) as llm:
             llm.generate("A branch is a guess", SamplingParams(max_tokens=20, ignore_eos=True))
     assert len(list(experience_folder().glob("*.json"))) == 2
 
@@ -202,7 +205,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(folders: dict[str, Path], pair:
     with pytest.raises(BadParameter, match="cache_dtype is 'int3'; expected bfloat16, int8, or float32"):
         loaded(folders["llama"], "int3")
     with pytest.raises(BadParameter, match="Leave --cache-dtype out"):
-        LLM(pair[0], runner="transformers", device="cpu", cache_dtype="bfloat16")
+        LLM(pair[0], options={"runner": "transformers", "cache_dtype": "bfloat16"}, device="cpu")
     with pytest.raises(BadParameter, match="on cuda keys and values are stored in float16"):
         kept_in("bfloat16", torch.float16, torch.device("cuda"))
     with pytest.raises(BadParameter, match="cache_dtype is 'int8', but on cuda"):

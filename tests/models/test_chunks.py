@@ -18,8 +18,9 @@ from specbranch.models.chunk_attention import attend_masked, choose_attend_chunk
 from specbranch.models.decoder import ChunkView, Decoder, Step
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import gathered, put
+from specbranch.models.loading import load_native
 from specbranch.models.model import PREFILL_CHUNKS
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.native import NativeRunner
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 KINDS = {"plain": NativeRunner, "graphs": GpuRunner}

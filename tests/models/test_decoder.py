@@ -10,7 +10,8 @@ import torch
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, CacheFull, ModelError
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.rows import collate
 from tiny_models import CONFIGS, GREEDY, in_double, logits_of, saved, some_tokens, tiny
 

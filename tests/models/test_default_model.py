@@ -19,6 +19,7 @@ from specbranch.config import WeightsName
 from specbranch.core.methods import METHODS
 from specbranch.core.request import Request
 from specbranch.lab.recheck.compare import NEAR
+from specbranch.lab.recheck.repeat import margin
 
 pytestmark = [pytest.mark.default_model, pytest.mark.slow]
 
@@ -62,7 +63,7 @@ def long_text(llm: LLM, length: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def plain(default_model: Path) -> Iterator[LLM]:
-    with LLM(method="autoregressive", device="cpu", weights="float32") as llm:
+    with LLM(method="autoregressive", device="cpu", options={"weights": "float32"}) as llm:
         yield llm
 
 
@@ -89,9 +90,9 @@ def near_tie(llm: LLM, prompt: list[int], ours: list[int], theirs: list[int]) ->
     """Whether two answers first differ at a tie; prints it."""
     at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
     request = Request(SamplingParams(), 0, len(prompt))
-    margin = llm.margin([*prompt, *ours[:at]], request, ours[at], theirs[at])
-    print(f"first divergence at token {at}: {ours[at]} or {theirs[at]}, {margin:.1e} logits apart")
-    return abs(margin) < NEAR
+    apart = margin(llm, [*prompt, *ours[:at]], request, ours[at], theirs[at])
+    print(f"first divergence at token {at}: {ours[at]} or {theirs[at]}, {apart:.1e} logits apart")
+    return abs(apart) < NEAR
 
 
 def test_greedy_answers_equal_those_of_transformers(plain: LLM, reference: Any) -> None:
@@ -139,7 +140,7 @@ def test_lookup_gives_the_tokens_of_plain_decoding(temperature: float, plain: LL
     text = "The keeper lit the lamp. The keeper wound the clock. The keeper wrote the log. "
     prompt = plain.tokenizer.chat([{"role": "user", "content": f"Repeat this three times: {text * 3}"}])
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=100, ignore_eos=True)
-    with LLM(method="lookup", device="cpu", weights="float32") as llm:
+    with LLM(method="lookup", device="cpu", options={"weights": "float32"}) as llm:
         answer = llm.generate([prompt], params)[0]
     expected = plain.generate([prompt], params)[0]
     assert answer.token_ids == expected.token_ids
@@ -156,11 +157,10 @@ def test_drafting_methods_give_the_tokens_of_plain_decoding(method: str, executo
     with LLM(
         "smollm2-135m",
         half,
-        method,  # type: ignore[arg-type]
-        executor=executor,  # type: ignore[arg-type]
+        method,
+        executor=executor,
         device="cpu",
-        weights="float32",
-        context_length=512,
+        options={"weights": "float32", "context_length": 512},
         speculative=settings,
     ) as llm:
         for temperature in (0.0, 0.7, 1.3):
@@ -178,7 +178,13 @@ def test_trees_give_the_tokens_of_plain_decoding(method: str, temperature: float
     """Planned by a profile in which drafting pays, so that trees are grown, verified and re-rooted; decisions and
     tokens are real."""
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
-    with LLM("smollm2-135m", half, method, clock="c10", device="cpu", weights="float32", context_length=512) as llm:
+    with LLM(
+        "smollm2-135m",
+        half,
+        method,
+        options={"clock": "c10", "weights": "float32", "context_length": 512},
+        device="cpu",
+    ) as llm:
         prompt = llm.tokenizer.chat([{"role": "user", "content": QUESTIONS[0]}])
         answer, expected = llm.generate([prompt], params)[0], plain.generate([prompt], params)[0]
     assert answer.token_ids == expected.token_ids
@@ -190,7 +196,7 @@ def test_trees_give_the_tokens_of_plain_decoding(method: str, temperature: float
 def test_stored_weights_have_a_text_of_their_own_and_every_method_gives_it(
     weights: WeightsName, method: str, default_model: Path
 ) -> None:
-    with LLM(method=method, weights=weights, device="cpu", context_length=512) as llm:
+    with LLM(method=method, options={"weights": weights, "context_length": 512}, device="cpu") as llm:
         own = llm.using("autoregressive")
         for temperature in (0.0, 0.7, 1.3):
             params = SamplingParams(temperature=temperature, seed=2, max_tokens=30, ignore_eos=True)
@@ -202,7 +208,7 @@ def test_stored_weights_have_a_text_of_their_own_and_every_method_gives_it(
 
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
 def test_small_caches_have_a_text_of_their_own_and_every_method_gives_it(cache_dtype: str, default_model: Path) -> None:
-    with LLM(method="specbranch", cache_dtype=cache_dtype, device="cpu", context_length=512) as llm:
+    with LLM(method="specbranch", options={"cache_dtype": cache_dtype, "context_length": 512}, device="cpu") as llm:
         prompt = llm.tokenizer.chat([{"role": "user", "content": QUESTIONS[0]}])
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, seed=2, max_tokens=30, ignore_eos=True)

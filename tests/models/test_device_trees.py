@@ -22,7 +22,7 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import CLASSES, LOOKS, NO_TREE, STANDINGS, Chances, GrowingTree, Growth, Tree, below
 from specbranch.exec.drafter import Drafter
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from tiers import each_value, tiered
 from tiny_models import saved, some_tokens, tiny
 

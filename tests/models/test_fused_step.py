@@ -23,7 +23,8 @@ from specbranch.models.decoder import Decoder
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import ReducedHead, read_weights
 from specbranch.models.kv import Table
-from specbranch.models.native import COMPILED_CHUNK, NativeRunner, load_native, open_model
+from specbranch.models.loading import load_native, open_model
+from specbranch.models.native import COMPILED_CHUNK, NativeRunner
 from specbranch.models.rows import TensorRow, collate
 from tiers import each_value
 from tiny_models import CONFIGS, GREEDY, SHAPE, planted, saved, some_tokens, tiny

@@ -24,7 +24,8 @@ from specbranch.models.batch import rows_of_chunk
 from specbranch.models.gpu.layout import bucket_of
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import Table
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.transfer import BUFFERS, Transfer
 from test_identity_models import SHAPINGS, compare
 from tiers import each_value, tiered

@@ -94,9 +94,9 @@ def test_a_long_chunk_dealt_out_to_steps_has_short_lines() -> None:
         assert places_seen(step, 0) == table.flat(np.arange(int(step.positions[0]) + 1)).tolist()
 
 
-def test_a_line_that_does_not_fit_is_refused() -> None:
+def test_a_path_that_does_not_fit_is_refused() -> None:
     seen = sum(2 << 2 * node for node in range(OWN + 1))
-    with pytest.raises(ValueError, match="own line has 193 places"):
+    with pytest.raises(ValueError, match="own path has 193 KV slots"):
         pack([Rows(Table(Pool(4), [0, 1, 2]), [1], 2 * OWN + 1, 0, [seen])], SPARE)
 
 

@@ -19,7 +19,7 @@ from specbranch.core.session import Session
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from specbranch.models.transformers_runner import load_transformers
 from tiers import each_value, tiered
 from tiny_models import CONFIGS, in_double, saved, some_tokens, tiny

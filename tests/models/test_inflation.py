@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch.config import SamplingParams
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
@@ -26,7 +27,8 @@ from specbranch.models.files.locate import locate
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native, open_model
+from specbranch.models.loading import load_native, open_model
+from specbranch.models.native import NativeRunner
 from specbranch.models.room import weight_bytes
 from specbranch.models.rows import collate
 from specbranch.models.transformers_runner import load_transformers

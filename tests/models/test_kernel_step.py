@@ -19,7 +19,7 @@ from specbranch.models.gpu.kernel_step import (
     wide_tiles,
 )
 from specbranch.models.gpu.step import GpuStep
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from tiny_models import saved, tiny
 
 SMALL = [("qkv", 960, 576), ("down", 576, 1536), ("head", 49152, 576), ("head", 301, 384)]

@@ -14,7 +14,7 @@ from specbranch.core.orders import Branch, Context, Draft, Plan
 from specbranch.core.request import Request
 from specbranch.exec.drafter import Drafter, NoNumber
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from tiers import each_value
 from tiny_models import saved, some_tokens, tiny
 

@@ -36,15 +36,14 @@ def test_pieces_and_preemptions_leave_every_bit_as_it_is(
         monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
     asked = prompts(12, 260)
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=90, logprobs=2, ignore_eos=True)
-    given: dict[str, Any] = {"device": "cpu", "context_length": 400}
-    with LLM(*pair, **given) as llm:
+    with LLM(*pair, device="cpu", options={"context_length": 400}) as llm:
         alone = [llm.using(METHODS[at % 6]).generate([one], params)[0] for at, one in enumerate(asked)]
 
     async def together() -> tuple[list[Any], Any]:
         # 5 pages: a prompt of 250 tokens and its answer take two
-        async with AsyncLLM(LLM(*pair, **given, cache_tokens=1280)) as engine:
-            engine._scheduler.ahead = 1
-            waits = [engine.generate(one, params, method=METHODS[at % 6]) for at, one in enumerate(asked)]
+        async with AsyncLLM(LLM(*pair, device="cpu", options={"context_length": 400, "cache_tokens": 1280})) as engine:
+            engine._llm.scheduler.ahead = 1
+            waits = [engine.generate(one, params, {"method": METHODS[at % 6]}) for at, one in enumerate(asked)]
             outputs = await asyncio.gather(*waits)
             runner = engine._llm.target_runner
             assert isinstance(runner, NativeRunner)
@@ -65,8 +64,8 @@ def test_a_text_read_in_pieces_is_that_read_at_once(
     """Of a prompt, and of an answer behind it, which is read by steps."""
     exact = runner == "native" and load_kernel() is not None
     monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm" if exact else "torch")
-    options = {"runner": runner, "device": "cpu", "context_length": 400, "prefix_cache": False}
-    with LLM(pair[0], method="autoregressive", **options) as llm:
+    options = {"runner": runner, "context_length": 400, "prefix_cache": False}
+    with LLM(pair[0], method="autoregressive", device="cpu", options=options) as llm:
         model, text = llm.target_runner, tuple(prompts(1, 1)[0] * 330)
         model.prefill_chunk = 64  # type: ignore[misc]
         request = Request(SamplingParams(), 0, 250)
@@ -113,14 +112,14 @@ def test_smollm2_gives_each_the_text_it_gives_alone(default_model: Path) -> None
         {"method": "lookup"},
     ]
     params = [SamplingParams(temperature=0.7 * (at % 2), seed=at, max_tokens=40) for at in range(6)]
-    with LLM(device="cpu", context_length=1024) as llm:
+    with LLM(device="cpu", options={"context_length": 1024}) as llm:
         plain = llm.using("autoregressive")
         alone = [plain.generate(prompt, one) for prompt, one in zip(asked, params, strict=True)]
 
     async def together() -> tuple[list[Any], Any]:
-        async with AsyncLLM(LLM(device="cpu", context_length=1024, cache_tokens=1024)) as engine:
-            engine._scheduler.ahead = 1
-            waits = [engine.generate(prompt, one, **how) for prompt, one, how in zip(asked, params, hows, strict=True)]
+        async with AsyncLLM(LLM(device="cpu", options={"context_length": 1024, "cache_tokens": 1024})) as engine:
+            engine._llm.scheduler.ahead = 1
+            waits = [engine.generate(prompt, one, how) for prompt, one, how in zip(asked, params, hows, strict=True)]
             return await asyncio.gather(*waits), engine.stats()
 
     outputs, stats = asyncio.run(together())

@@ -15,7 +15,7 @@ from specbranch.errors import ModelError, SpecBranchError
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.tensor_file import open_folder
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from specbranch.text.tokenizer import Tokenizer
 
 DEEP: Any = json.loads("[" * 300 + "]" * 300)

@@ -24,7 +24,7 @@ from specbranch.models.gpu import launching, stream_clock
 from specbranch.models.gpu.own_stream import own_stream
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.stream_clock import StreamClock
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from test_streams_models import decode
 from tiers import tiered
 from tiny_models import saved, some_tokens, tiny

@@ -36,7 +36,8 @@ from specbranch.models import native
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.decoder import Decoder
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from tiers import each_value
 from tiny_models import GREEDY, saved, some_tokens, tiny
 

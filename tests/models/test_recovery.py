@@ -13,7 +13,8 @@ from specbranch.core.orders import Context, Verify
 from specbranch.core.request import Request
 from specbranch.exec.verifier import Verifier
 from specbranch.models.cpu.kernels import load_kernel
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from tiny_models import saved, some_tokens, tiny
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")

@@ -22,7 +22,8 @@ from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import ReducedHead, read_weights
-from specbranch.models.native import NativeRunner, open_model
+from specbranch.models.loading import open_model
+from specbranch.models.native import NativeRunner
 from specbranch.models.noise import Noise
 from specbranch.models.reductions import leading
 from specbranch.models.rows import TensorRow, collate, rows_of, scored

@@ -24,7 +24,8 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import read_weights
 from specbranch.models.kv import page_bytes
-from specbranch.models.native import NativeRunner, load_native, open_model
+from specbranch.models.loading import load_native, open_model
+from specbranch.models.native import NativeRunner
 from specbranch.models.room import pool_pages, weight_bytes
 from tiers import tiered
 from tiny_models import GREEDY, SHAPE, saved, some_tokens, tiny

@@ -20,7 +20,8 @@ from specbranch.core.session import Session
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from tiers import tiered
 from tiny_models import saved, some_tokens, tiny
 

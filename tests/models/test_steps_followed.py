@@ -28,7 +28,7 @@ from specbranch.models import transfer
 from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
 from specbranch.models.gpu.layout import LEAST, pack, views
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from tiers import each_value, tiered
 from tiny_models import saved, some_tokens, tiny
 from toybench import PROFILE, Timeless, run_out

@@ -29,7 +29,8 @@ from specbranch.models.files.matrix import GROUP, Matrix
 from specbranch.models.files.weights import ReducedHead, Weights, read_weights
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.stored import StoredLinear
-from specbranch.models.native import NativeRunner, load_native, open_model
+from specbranch.models.loading import load_native, open_model
+from specbranch.models.native import NativeRunner
 from specbranch.models.storage import agreed
 from test_decoder import scores
 from test_identity_models import SHAPINGS, compare

@@ -21,7 +21,8 @@ from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.transfer import Reading, Transfer
 from test_identity_models import SHAPINGS
 from tiers import each_value, tiered

@@ -16,7 +16,8 @@ from specbranch.core.slots import ROOT
 from specbranch.models.cpu import fused_step, row_kernels, waiting_text
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.thread_pace import PACE, StepTime, StepTimes, ThreadPace
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.rows import collate
 from tiny_models import GREEDY, saved, some_tokens, tiny
 

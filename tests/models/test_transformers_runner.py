@@ -240,11 +240,11 @@ def test_a_fork_copies_the_cache_and_a_chain_does_not(runner: TransformersRunner
     _feed(_opened(runner), (21, 22), (ROOT, 0))
     _feed(runner, (23,), (1,))
     held = runner._held[0]
-    assert [line.path for line in held.lines] == [[0, 1, 2]]
+    assert [line.path for line in held.cached_paths] == [[0, 1, 2]]
     _feed(runner, (31,), (0,))
-    assert [line.path for line in held.lines] == [[0, 1, 2], [0, 3]]
+    assert [line.path for line in held.cached_paths] == [[0, 1, 2], [0, 3]]
     runner.keep(0, (0, 3), 1)
-    assert [(line.path, line.cache.get_seq_length()) for line in held.lines] == [([0], len(PROMPT) + 2)]
+    assert [(line.path, line.cache.get_seq_length()) for line in held.cached_paths] == [([0], len(PROMPT) + 2)]
 
 
 def test_a_closed_sequence_frees_its_caches(runner: TransformersRunner) -> None:
@@ -416,7 +416,7 @@ def test_a_device_map_leads_to_the_transformers_runner(
 def test_a_device_map_is_the_targets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbranch.engine.assemble", _ask)
     with pytest.raises(Asked) as seen:
-        LLM("some/target", "some/draft", device_map="auto", draft_device="cuda:1")
+        LLM("some/target", "some/draft", options={"device_map": "auto", "draft_device": "cuda:1"})
     target, draft = seen.value.args[0][:2]
     assert (target.device_map, draft.device_map, draft.device) == ("auto", None, "cuda:1")
 

@@ -23,7 +23,7 @@ from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.tensor_file import CALM, PIECE, StoredTensor, TensorFile, open_folder
 from specbranch.models.files.weights import GGUF, HUGGING_FACE, read_weights
-from specbranch.models.native import load_native, open_model
+from specbranch.models.loading import load_native, open_model
 from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 
 torch.set_num_threads(1)

@@ -28,12 +28,12 @@ def reference(pair: tuple[str, str], nothing_kept: None) -> Iterator[LLM]:
 @pytest.fixture(scope="session")
 def served_default(default_model: Path, nothing_kept: None) -> Iterator[Running]:
     """The default pair."""
-    with running(LLM(device="cpu", context_length=512)) as found:
+    with running(LLM(device="cpu", options={"context_length": 512})) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def default_reference(default_model: Path, nothing_kept: None) -> Iterator[LLM]:
     """The default target, decoding plainly."""
-    with LLM(device="cpu", context_length=512, method="autoregressive") as llm:
+    with LLM(device="cpu", options={"context_length": 512}, method="autoregressive") as llm:
         yield llm

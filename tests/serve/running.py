@@ -53,8 +53,8 @@ class Running:
 
     def submitted(self) -> int:
         """How many requests wait to be admitted while the engine is held."""
-        tasks = list(self.engine._inbox.tasks)
-        return sum(getattr(task, "func", None) == self.engine._admit for task in tasks)
+        tasks = list(self.engine._thread._inbox.tasks)
+        return sum(getattr(task, "func", None) == self.engine._thread._admit for task in tasks)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -65,7 +65,7 @@ class Running:
             there.set()
             gate.wait(WAIT)
 
-        self.engine.post(wait)
+        self.engine._thread.post(wait)
         assert there.wait(WAIT)
         try:
             yield
@@ -74,7 +74,7 @@ class Running:
 
 
 def load_tiny(pair: tuple[str, str], **given: Any) -> LLM:
-    return LLM(*pair, dtype="float64", device="cpu", context_length=480, **given)
+    return LLM(*pair, dtype="float64", device="cpu", options={"context_length": 480}, **given)
 
 
 @contextmanager

@@ -218,7 +218,7 @@ def test_modelled_seconds_are_in_no_metric(served: Running) -> None:
 
 @pytest.mark.parametrize("clock", [WALL, "c10"])
 def test_a_race_without_a_draft_says_who_cannot_run(pair: tuple[str, str], clock: str) -> None:
-    with running(LLM(pair[0], dtype="float64", device="cpu", context_length=480)) as found:
+    with running(LLM(pair[0], dtype="float64", device="cpu", options={"context_length": 480})) as found:
         told = events(found.post(RACE, {**RACED, "clock": clock}))
         errors = {one["lane"] for one in told if "error" in one}
         assert {"speculative", "pearl"} <= errors and "autoregressive" not in errors

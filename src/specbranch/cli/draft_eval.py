@@ -52,7 +52,7 @@ def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_
         texts = _answers(target, asked, max_tokens, raw)
         found = compare(drafter.runner, texts)
         before = texts[0].prompt[: drafter.runner.context_length - 1]
-        ratio = target.step_seconds(before) / step_seconds(drafter.runner, before)
+        ratio = step_seconds(target.target_runner, before) / step_seconds(drafter.runner, before)
     click.echo(json.dumps(_record(found, ratio, len(texts))) if as_json else _table(found, ratio, len(texts)))
 
 

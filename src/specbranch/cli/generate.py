@@ -16,10 +16,10 @@ from specbranch.cli.asking import ANSWERING, chat_option, encoded, from_standard
 from specbranch.cli.options import TABLES, load_llm, sampling_params, text, with_options
 from specbranch.cli.paint import LEGEND, answered, wants_colour
 from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
 
 if TYPE_CHECKING:
-    from specbranch.core.trace import Trace
     from specbranch.engine import LLM
 
 _option = options_of("Prompts and output")
@@ -79,7 +79,7 @@ def generate(
     params = sampling_params(given)
     _check_writable(trace_file)
     llm = load_llm(given)
-    recorder = llm.record() if trace_file else None
+    recorder = llm.core.loop.trace = Trace() if trace_file else None
     colours = wants_colour(colour)
     with llm:
         noted = _circumstances(llm) if as_json else None

@@ -13,6 +13,7 @@ import sys
 
 import click
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch import __version__
 from specbranch.errors import SpecBranchError, nearest
 

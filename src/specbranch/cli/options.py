@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from specbranch.cli.sections import PATH, F, options_of
-from specbranch.config import PARTS, TUNED_FOR, SamplingParams, SpeculativeConfig, read_settings
+from specbranch.config import TUNED_FOR, LoadOptions, SamplingParams, SpeculativeConfig, read_settings
 from specbranch.core.methods import METHODS, find_method
+from specbranch.core.policies import POLICIES
 from specbranch.errors import BadParameter
 from specbranch.pairs import DEFAULT_PAIR, PAIRS, chosen_models, draft_path
 
@@ -148,8 +150,8 @@ SPECULATION = (
     _speculation(
         "--without",
         metavar="PART,…",
-        help=f"Parts of the policy to switch off. planner has {', '.join(PARTS['planner'])}; paper has "
-        f"{', '.join(PARTS['paper'])} [none].",
+        help=f"Parts of the policy to switch off. planner has {', '.join(POLICIES['planner'].parts)}; paper has "
+        f"{', '.join(POLICIES['paper'].parts)} [none].",
     ),
     _speculation(
         "--predictor",
@@ -321,27 +323,7 @@ def load_llm(given: dict[str, Any]) -> LLM:
     from specbranch.cli.progress import narrated, pulled
 
     config = speculative_config(given)
-    names = (
-        "pair",
-        "target",
-        "draft",
-        "device",
-        "draft_device",
-        "device_map",
-        "dtype",
-        "weights",
-        "draft_weights",
-        "runner",
-        "context_length",
-        "cache_tokens",
-        "cache_dtype",
-        "executor",
-        "clock",
-        "force_profile",
-        "predictor",
-        "keep_experience",
-        "prefix_cache",
-    )
+    names = ("pair", "target", "draft", "device", "dtype", "executor")
     chosen = {name: given[name] for name in names if given.get(name) is not None}
     target, draft = chosen_models(*(chosen.get(name) for name in ("pair", "target", "draft")))
     drafting = _used_draft(config.get("method"), draft, warn="draft" in chosen)
@@ -357,7 +339,13 @@ def load_llm(given: dict[str, Any]) -> LLM:
     from specbranch.engine import LLM
 
     with narrated("Loading the models"):
-        return LLM(**chosen, speculative=config)
+        return LLM(**chosen, speculative=config, options=load_options(given))
+
+
+def load_options(given: dict[str, Any]) -> LoadOptions:
+    """Collect how models are loaded from what was given on the command line; `max_batch` there is the server's."""
+    names = [one.name for one in fields(LoadOptions) if one.name != "max_batch"]
+    return LoadOptions.from_dict({name: given[name] for name in names if given.get(name) is not None})
 
 
 def _used_draft(method: str | None, draft: str | None, warn: bool) -> str | None:

@@ -73,7 +73,7 @@ def trace(
     if out is not None:
         _make_folder(out)
     with load_llm(given) as llm:
-        recorded = llm.record()
+        recorded = llm.core.loop.trace = Trace()
         (output,) = llm.generate([encoded(llm, asked, as_chat)], params)
     if output.error is not None:
         raise output.error

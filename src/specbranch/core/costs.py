@@ -187,7 +187,7 @@ class LearnedCosts:
         overlaps = drafting is not None and verifying is not None and _overlap(drafting, verifying)
         if drafting is not None and steps and not any(_reads(order.draft) for order in orders.values()):
             self._drafted(drafting, steps, overlaps)
-        if verifying is not None and not any(order.read or _reads(order.verify) for order in orders.values()):
+        if verifying is not None and not any(order.prefill or _reads(order.verify) for order in orders.values()):
             self._verified(verifying, len(steps) if overlaps else 0)
         self._between([span for span in (drafting, verifying) if span is not None])
 

@@ -327,7 +327,7 @@ class Loop:
             if seat.draft_uncomputed:
                 now[seat.session.number] = self._beside(seat, now[seat.session.number], draft)
         # A step that is begun ahead would be forgotten when the next chunk is read.
-        return {n: _unhurried(one) for n, one in now.items()} if any(one.read for one in now.values()) else now
+        return {n: _unhurried(one) for n, one in now.items()} if any(one.prefill for one in now.values()) else now
 
     def _beside(self, seat: _Seat, orders: Orders, draft: _Budget) -> Orders:
         """A session's orders while its draft reads on: without what was to be drafted."""
@@ -348,7 +348,7 @@ class Loop:
         seat.turn = next(self._turns)
         return Orders(
             seat.prefill(seat.draft_held, draft_taken) if draft_taken else None,
-            read=seat.prefill(seat.held or 0, taken) if taken else None,
+            prefill=seat.prefill(seat.held or 0, taken) if taken else None,
         )
 
     def _advance(self, seat: _Seat, orders: Orders, reports: Reports) -> None:

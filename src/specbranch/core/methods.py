@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specbranch.config import PARTS, HeadKind, Part, PolicyName, SpeculativeConfig
+from specbranch.config import HeadKind, Part, PolicyName, SpeculativeConfig
 from specbranch.core import rounds
 from specbranch.core.experience import Experience
 from specbranch.core.lookahead import lookahead
 from specbranch.core.lookup import Ngrams
 from specbranch.core.planner import Planner
-from specbranch.core.policy import Policy, make_policy
+from specbranch.core.policies import POLICIES, make_policy
+from specbranch.core.policy import Policy
 from specbranch.core.rounds import Decode, MethodRounds
 from specbranch.core.session import Session
 from specbranch.core.tree_rounds import growing
@@ -23,7 +24,6 @@ __all__ = ["METHODS", "PLAIN", "Method", "MethodRounds", "best_fit", "find_metho
 
 
 PLAIN = "autoregressive"  # the method that every other must equal
-BRANCHING_POLICIES = ("paper", "last", "oracle")  # they only make sense where branches are drafted beside the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Method:
         return (config.policy or self.policy) == "planner"
 
     def heeds_signals(self, config: SpeculativeConfig) -> bool:
-        """Whether H-RAD's signals make any difference to it."""
-        return config.policy == "paper" and "hrad" not in config.without
+        """Return True if a predictor's signals make any difference to it."""
+        return POLICIES[config.policy or self.policy].heeds_signals(config)
 
     def check(self, name: str, config: SpeculativeConfig) -> None:
         """Refuse a policy that the method cannot follow, and parts to leave out that the policy does not have."""
         policy = config.policy or self.policy
-        parts = PARTS.get(policy, ())
+        parts = POLICIES[policy].parts
         if other := [part for part in config.without if part not in parts]:
             has = f"it has {', '.join(parts)}" if parts else "it has no parts"
             raise BadParameter(f"Policy {policy!r} has no part {other[0]!r} to leave out; {has}.")
@@ -64,7 +64,7 @@ class Method:
             raise BadParameter(
                 f"Method {name!r} cannot follow policy {policy!r}; expected {fitting}. Leave the policy out."
             )
-        if policy in BRANCHING_POLICIES and not both:
+        if POLICIES[policy].needs_branches and not both:
             raise BadParameter(
                 f"Policy {policy!r} is one of method 'specbranch', not of {name!r}. Take that method, or another "
                 "policy."

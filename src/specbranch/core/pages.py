@@ -5,8 +5,7 @@ a prompt in chunks is *known* by the digest of all tokens up to its last, and of
 nobody holds it any more (it is *idle* then), until its memory is needed: least recently held, first out. Knows no
 memory and no model. Invariants: a page is free, idle, or has as many users as tables name it; KV slot `i` of a sequence
 lies in page `i // size` of its table; nobody writes to a page that has another user, nor to known KV slots; a digest is
-that of one page, and a page is known by one digest.
-"""
+that of one page, and a page is known by one digest."""
 
 from __future__ import annotations
 

@@ -163,8 +163,8 @@ class Planner:
 
     def looks_up(self, tree: Tree, sent: list[int]) -> bool:
         """Whether what is sent is nothing but one path of looked-up text, and something is begun with its verdict."""
-        path = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
-        return bool(sent) and path and self._begins_ahead
+        is_path = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
+        return bool(sent) and is_path and self._begins_ahead
 
     def follows(self, tree: Tree, uncomputed: int) -> Follows | None:
         """What comes after a round, and is begun with its verdict; None: nothing is begun like this."""

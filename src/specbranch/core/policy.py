@@ -1,15 +1,17 @@
 """How far to draft, where to fork, how much to keep: numbers in, a Plan out.
 
-Owns the choice of lengths and widths. Invariant under the ratio rule: whether a token is kept depends on its law q
+Owns the choice of lengths and widths. `policies` lists all policies by name; those that heed signals are in
+`hrad_policy`. Invariant under the ratio rule: whether a token is kept depends on its law q
 (max, entropy), never on the token drawn from it or on anything after it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-from specbranch.config import HeadKind, PolicyName, SpeculativeConfig
-from specbranch.core.forecast import ALL, NONE, SOME, Signal
+from specbranch.config import HeadKind, Part, SpeculativeConfig
 from specbranch.core.orders import Branch, Plan, Until, Verdict
 
 
@@ -35,6 +37,20 @@ class Policy(Protocol):
     def observe(self, pending: Branch, verdict: Verdict) -> None:
         """Learn from what became of a pending chain."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyKind:
+    """One policy as the table has it: how to make it, and what methods and commands ask of it."""
+
+    make: Callable[[SpeculativeConfig, HeadKind], Policy] | None  # None: the planner, which grows trees instead
+    parts: tuple[Part, ...] = ()  # those that can be left out
+    signal_part: Part | None = None  # the part that heeds a predictor's signals
+    needs_branches: bool = False  # it only makes sense where branches are drafted beside the target
+
+    def heeds_signals(self, config: SpeculativeConfig) -> bool:
+        """Return True if signals make any difference to it."""
+        return self.signal_part is not None and self.signal_part not in config.without
 
 
 class Fixed:
@@ -91,72 +107,6 @@ class Confidence(Fixed):
         return branch.cut(0, sure)
 
 
-class Paper(Confidence):
-    """SpecBranch as published: H-RAD's hard signals, none and all, say what is kept; between them, and without it,
-    confidence does."""
-
-    def __init__(
-        self,
-        length: int,
-        stop_below: float,
-        width: int = 1,
-        heads: HeadKind = "top",
-        until: Until = "length",
-        *,
-        hrad: bool = True,
-        posterior: bool = True,
-    ) -> None:
-        """`posterior`: a surviving branch is judged by the signal of the verdict it survived, not by the one before."""
-        super().__init__(length, stop_below, width, heads, until)
-        self._hrad, self._posterior = hrad, posterior
-        self._before: Signal | None = None
-        self._now: Signal | None = None
-
-    def chain(self) -> Plan:
-        """Plan a chain: nothing where nothing would be taken, all of it where all would."""
-        hard = _hard(self._now, self.length)
-        if hard == NONE:
-            return Plan(0)
-        return Plan(self.length) if hard == ALL else super().chain()
-
-    def trim(self, branch: Branch) -> Branch:
-        """Keep nothing, all, or what comes before the first unsure token."""
-        return self._kept(branch, self._now)
-
-    def inherit(self, branch: Branch) -> Branch:
-        """Do the same by the signal of the verdict that the branch survived, or by the one before."""
-        return self._kept(branch, self._now if self._posterior else self._before)
-
-    def observe(self, pending: Branch, verdict: Verdict) -> None:
-        """Take in the verdict's signal."""
-        self._before, self._now = self._now, self._signal(pending, verdict)
-
-    def _signal(self, pending: Branch, verdict: Verdict) -> Signal | None:
-        return verdict.signal if self._hrad else None
-
-    def _kept(self, branch: Branch, signal: Signal | None) -> Branch:
-        hard = _hard(signal, len(branch.tokens))
-        if hard == SOME:
-            return super().trim(branch)
-        return branch if hard == ALL else branch.cut(0, 0)
-
-
-class LastLength(Paper):
-    """The plainest signal: what became of the last chain becomes of the next, nothing, all, or part of it."""
-
-    def _signal(self, pending: Branch, verdict: Verdict) -> Signal | None:
-        taken = len(verdict.path)
-        if not pending.tokens or 0 < taken < len(pending.tokens):
-            return None
-        return Signal.of((1.0 if taken else 0.0,) * self.length)
-
-
-def _hard(signal: Signal | None, length: int) -> int:
-    """What a signal says of a draft of so many tokens, SOME where it says nothing."""
-    found = signal.hard(length) if signal is not None else None
-    return SOME if found is None else found
-
-
 class Entropy(Fixed):
     """AdaEDL (arXiv 2410.18351): stop where the entropy's lower bound on acceptance, 1 − sqrt(γ·H), falls under a
     moving threshold."""
@@ -186,24 +136,11 @@ class Entropy(Fixed):
         self.threshold = self.calm * self.threshold + (1 - self.calm) * (self.threshold + step)
 
 
-def make_policy(config: SpeculativeConfig, kind: PolicyName, heads: HeadKind) -> Policy:
-    """Build the policy a configuration asks for, the method's own `kind` if it asks for none."""
-    until: Until = "target" if config.until_target else "length"
-    length = config.num_speculative_tokens
-    named = config.heads or heads
-    width = 1 if "branches" in config.without else config.max_branches
-    match config.policy or kind:
-        case "confidence":
-            return Confidence(length, config.stop_below, width, named, until)
-        case "paper":
-            without = config.without
-            signals = {"hrad": "hrad" not in without, "posterior": "posterior" not in without}
-            return Paper(length, config.stop_below, width, named, until, **signals)
-        case "last":
-            return LastLength(length, config.stop_below, width, named, until)
-        case "oracle":  # the draft's confidence is the truth there: 1 for a token that is right, 0 for one that is not
-            return Confidence(length, 0.5, width, named, until)
-        case "entropy":
-            return Entropy(length, heads=named, until=until)
-        case _:
-            return Fixed(length, named, until)
+def until_of(config: SpeculativeConfig) -> Until:
+    """Return what ends a draft beside the target."""
+    return "target" if config.until_target else "length"
+
+
+def width_of(config: SpeculativeConfig) -> int:
+    """Return how many branches may start at a fork."""
+    return 1 if "branches" in config.without else config.max_branches

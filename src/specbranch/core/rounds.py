@@ -17,7 +17,7 @@ from specbranch.core.orders import NOTHING, Branch, Orders, Plan, Reports, Verdi
 from specbranch.core.policy import Policy
 from specbranch.core.session import Session
 
-MethodRounds = Generator[Orders | Offer, Any, None]  # receives Reports for Orders, a number for an Offer
+MethodRounds = Generator[Orders | Offer, Any, None]  # receives Reports for Orders, a Grant for an Offer
 InFlight = Branch | None  # a chain that was drafted and not judged yet; None: the next one is still to be drafted
 Decode = Callable[[Session, SpeculativeConfig, Policy], MethodRounds]
 PREFILL = Plan(0)

@@ -63,8 +63,7 @@ class Slots:
         Returns the moves.
 
         The others, each below the end of that path, are renumbered from 0. Moves go to lower KV slots in ascending
-        order, so they can be done one after the other in place.
-        """
+        order, so they can be done one after the other in place."""
         if not 0 <= commit <= len(nodes):
             raise ValueError(f"{commit} of {len(nodes)} nodes cannot be committed")
         renumbered = {node: at - commit for at, node in enumerate(nodes)}

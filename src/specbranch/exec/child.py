@@ -91,6 +91,8 @@ def _greeted(message: WireMessage) -> Drafter:
 
 
 def _made(recipe: Recipe) -> Drafter:
+    for needed in recipe.modules:
+        import_module(needed)
     module, _, name = recipe.function.partition(":")
     drafter: Drafter = getattr(import_module(module), name)(**recipe.given)
     return drafter

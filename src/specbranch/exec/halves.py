@@ -146,7 +146,7 @@ def kv_slots_of(target: Worker, draft: Worker | None = None) -> tuple[KVSlots, .
 
 def prefills_of(orders: Mapping[int, Orders]) -> dict[int, Prefill]:
     """What the target is to read and nothing is asked about."""
-    return {session: order.read for session, order in orders.items() if order.read}
+    return {session: order.prefill for session, order in orders.items() if order.prefill}
 
 
 def do_meanwhile(orders: Mapping[int, Orders]) -> None:
@@ -173,7 +173,7 @@ def reports_of(
             **as_drafted(made.get(session, ())),
             verdict=verdicts.get(session),
             drafting=drafting if order.draft and session not in lost else None,
-            verifying=verifying if order.verify or order.read else None,
+            verifying=verifying if order.verify or order.prefill else None,
             draft_lost=order.draft is not None and session in lost,
             error=failed.get(session)
             or (not_finite("the target") if order.verify and session not in verdicts else None),

@@ -20,6 +20,7 @@ class Recipe:
 
     function: str
     given: dict[str, Any] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()  # the child imports these first: they register what the function looks up
 
 
 @dataclass(frozen=True, slots=True)

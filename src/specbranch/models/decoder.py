@@ -3,8 +3,7 @@ reference on any device.
 
 Owns the arithmetic; which token lies where is decided outside and comes in as tensors. Invariants: a step waits for
 nothing. It writes the new keys and values at their rows' KV slots before it attends, and nowhere else. A row of the
-tail reads its keys in the order of their positions, and by code that its position alone decides.
-"""
+tail reads its keys in the order of their positions, and by code that its position alone decides."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The memory behind the pages of a model's cache, one pool for all its sequences.
 
 Owns where a KV slot lies in it. Who holds which page, and what is known to lie there, is told by `core.pages`.
-Invariant: a page is one piece, all layers in it.
-"""
+Invariant: a page is one piece, all layers in it."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, CacheFull, ModelError, not_finite
 from specbranch.extras import ACCELERATE, Extra
-from specbranch.lab.inflation.recipe import is_inflation
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
+from specbranch.models.files.sources import made_model
 from specbranch.models.model import TorchRunner
 from specbranch.models.rows import TensorRow, rows_of
 
@@ -316,8 +316,8 @@ def _copy(cache: DynamicCache, length: int) -> DynamicCache:
 def _source(name: str | Path) -> tuple[str, dict[str, Any]]:
     """Split a GGUF file into what transformers wants to be told: its folder and its file name."""
     path = Path(name)
-    if is_inflation(path):
-        raise ModelError(f"{name} is inflated: its weights are made by the native runner alone. Use --runner native.")
+    if (made := made_model(path)) is not None:
+        raise ModelError(f"{name} is {made.how}: its weights are made by the native runner alone. Use --runner native.")
     options: dict[str, Any] = {"trust_remote_code": False}
     if path.suffix.lower() != ".gguf":
         return str(name), options

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from specbranch import __version__
 from specbranch.answer import Chunk, Output, Piece
-from specbranch.async_engine import Submission
+from specbranch.async_engine import RequestOptions, Submission
 from specbranch.config import SamplingParams
 from specbranch.core.orders import TokenLogprobs
 from specbranch.errors import DeadlinePassed, SpecBranchError
@@ -44,7 +44,7 @@ class Prepared:
 
     prompts: list[list[int]]
     params: SamplingParams
-    how: dict[str, Any]  # it is decoded
+    options: RequestOptions
     stream: StreamOptions | None = None  # nothing: it is answered whole
     scored: int | None = None  # tokens told at each place of the prompts, if they are to be scored at all
     generates: bool = True  # whether anything is to be written
@@ -141,9 +141,8 @@ class Answering:
         """Send everything to the engine."""
         asked = self.prepared
         for prompt in asked.prompts if asked.generates else ():
-            self.submissions += self.serving.engine.submit_each(
-                prompt, asked.params, deadline=self.deadline, streams=asked.stream is not None, **asked.how
-            )
+            options, streams = replace(asked.options, deadline=self.deadline), asked.stream is not None
+            self.submissions += self.serving.engine.submit_each(prompt, asked.params, options, streams=streams)
 
     def close(self) -> None:
         """Let go of everything, and note how it went."""
@@ -224,7 +223,8 @@ class Answering:
         asked, engine = self.prepared, self.serving.engine
         if asked.scored is None:
             return []
-        works = [engine.score(prompt, asked.scored, deadline=self.deadline) for prompt in asked.prompts]
+        options = RequestOptions(deadline=self.deadline)
+        works = [engine.score(prompt, asked.scored, options) for prompt in asked.prompts]
         return list(await asyncio.gather(*works))
 
     def _event(self, choice: BaseModel) -> bytes:

@@ -33,10 +33,11 @@ from specbranch.serve.notes import note_of
 from specbranch.serve.race import RACE_SECONDS, RACERS, by_turns
 from specbranch.serve.serving import Serving
 from specbranch.serve.witness import LiveEvent, Witness, finished, pieces
+from specbranch.submission import RequestOptions
 
 if TYPE_CHECKING:
     from specbranch.async_engine import Submission
-    from specbranch.engine import LLM
+    from specbranch.engine import LLM, LLMView
 
 WALL = "wall"
 CLOCKS = {  # profiles that the page offers beside the machine's own clock
@@ -86,7 +87,7 @@ class Live:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._races = False  # one at a time: its lanes are to have the machine to themselves
-        self._modelled: dict[str, LLM] = {}  # by clock; a planner learns from race to race, in the engine's thread
+        self._modelled: dict[str, LLMView] = {}  # by clock; a planner learns from race to race, in the engine's thread
 
     def about(self) -> LiveEvent:
         """What there is to be asked."""
@@ -151,14 +152,9 @@ class Live:
             _check_clock(clock)
             made = partial(self._modelled_by, clock, method, prompt, params, seen)
             return self._serving.engine.aside(made), lambda: None  # nothing is begun before a chunk is asked for
-        submission = self._serving.engine.submit(
-            prompt,
-            params,
-            method=method,
-            deadline=self._serving.settings.timeout,
-            streams=True,
-            on_round=seen.note,
-        )
+        late = self._serving.settings.timeout
+        options = RequestOptions(method=method, deadline=late, on_round=seen.note)
+        submission = self._serving.engine.submit(prompt, params, options, streams=True)
         return _chunks(submission), submission.cancel
 
     def _modelled_by(

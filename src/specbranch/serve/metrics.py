@@ -81,7 +81,8 @@ class ServerMetrics:
         self._open = _gauge("requests_open", "Requests that were let in and are not answered.")
         self._connections = _gauge("connections_open", "Connections that are open.")
         self._cut = _counter("connections_cut", "Connections that were refused or cut off, by why.")
-        self._free = _gauge("cache_places_free", "Places of a model's cache that nobody holds.")
+        self._free = _gauge("kv_cache_slots_free", "KV slots of a model that no request holds.")
+        self._places = _gauge("cache_places_free", "Deprecated: the older name of kv_cache_slots_free.")
         for reason in ("stop", "length"):
             self._success.add(0, finished_reason=reason)
         self._by_position.add(0, position="0")
@@ -134,7 +135,8 @@ class ServerMetrics:
         for reason, count in connections.cuts.items():
             self._cut.set(count, reason=reason)
         for kv_slots in snapshot.kv_slots:
-            self._free.set(kv_slots.free, model=kv_slots.of)
+            for gauge in (self._free, self._places):
+                gauge.set(kv_slots.free, model=kv_slots.of)
             if kv_slots.of == "target":
                 self._cache.set(_held(kv_slots))
         for reason, count in limits.refused.items():

@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specbranch.config import SamplingParams
+from specbranch.submission import RequestOptions
 
 if TYPE_CHECKING:
     from specbranch.serve.protocol import GenerationRequest
@@ -142,12 +143,12 @@ def sampling(asked: GenerationRequest, max_tokens: int, logprobs: int | None) ->
     )
 
 
-def speculation(asked: GenerationRequest) -> dict[str, Any]:
-    """Return how the engine is to decode: the arguments of `AsyncLLM.submit`."""
+def decoding_options(asked: GenerationRequest) -> RequestOptions:
+    """Return how the engine is to decode."""
     wish = asked.speculative
     if wish is None or wish is True:
-        return {}
+        return RequestOptions()
     if wish is False or wish.off:
-        return {"speculative": False}
+        return RequestOptions(speculative=False)
     chosen = {name: value for name, value in (("method", wish.method), ("policy", wish.policy)) if value is not None}
-    return {"speculative": chosen} if chosen else {}
+    return RequestOptions(speculative=chosen or None)

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from specbranch.errors import BadParameter
 from specbranch.serve.answering import Prepared
 from specbranch.serve.errors import ApiError, too_long
-from specbranch.serve.parameters import sampling, speculation
+from specbranch.serve.parameters import decoding_options, sampling
 from specbranch.serve.protocol import ChatMessage, ContentPart, GenerationRequest, StreamOptions
 from specbranch.serve.serving import Serving
 
@@ -43,7 +43,7 @@ def prepared(
     return Prepared(
         prompts,
         sampling(asked, max(_longest(serving, max_tokens), 1), logprobs),
-        speculation(asked),
+        decoding_options(asked),
         (asked.stream_options or StreamOptions()) if asked.stream else None,
         scored,
         generates=max_tokens != 0,

@@ -24,6 +24,7 @@ from specbranch.lab.bench.paired_runs import PairRuns, check_replay, measure, re
 from specbranch.lab.bench.presets import ABLATION
 from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
 from specbranch.lab.bench.run_store import RunStore
+from specbranch.lab.recheck.repeat import repeat
 from specbranch.lab.replay.record import Record
 from specbranch.lab.replay.runners import ProposalStore
 from specbranch.lab.suites.suite import Prompt, Suite
@@ -57,14 +58,13 @@ def test_replays_count_what_live_runs_on_the_same_clock_count(
     recorded: RecordedPair, pair: tuple[str, str], temperature: float
 ) -> None:
     workload = Workload(temperature=temperature, max_tokens=24)
-    with LLM(*pair, clock="c5", prefix_cache=False) as live:
+    with LLM(*pair, options={"clock": "c5", "prefix_cache": False}) as live:
         for setting in SETTINGS:
             assert setting.config is not None and C5.profile is not None
             known = Experience(C5.profile)  # the LLM has one of its own for each setting
             for record in recorded.records(TALK.prompts[0], workload):
-                output = live.using(speculative=setting.config).repeat(
-                    record.task.prompt, record.task.params, record.task.seed, 0
-                )
+                view, task = live.using(speculative=setting.config), record.task
+                output = repeat(view, task.prompt, task.params, task.seed)
                 replayed = recorded.replays.decoder(record).decode(setting.config, C5.profile, experience=known)
                 assert tuple(output.token_ids) == record.tokens
                 assert output.stats == _about(replayed.summary()), setting.method

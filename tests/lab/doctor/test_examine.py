@@ -15,7 +15,7 @@ from specbranch.lab.doctor.examine import DoctorReport, Patient, examine
 from specbranch.lab.doctor.finding import Finding
 from specbranch.lab.doctor.pair import agreement, costs, kernels
 from specbranch.models.cpu.kernels import load_kernel
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from specbranch.pairs import Pair
 from specbranch.training.distill.agreement import Agreement
 from tiny_pair import make_pair

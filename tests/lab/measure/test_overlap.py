@@ -25,7 +25,7 @@ from specbranch.lab.measure.overlap import ROWS, SHARES, TrialRounds, measure_sl
 from specbranch.lab.measure.profile_pair import measure
 from specbranch.lab.toys.toys import Logits, ToyRunner
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from toybench import Deferred, law
 
 TEXT = [1, 2, 3, 4, 5, 1, 2, 3]

@@ -147,22 +147,22 @@ def real(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_a_measured_profile_drives_the_clock_of_its_own_pair(pair: tuple[str, str], real: Path) -> None:
-    with LLM(*pair, device="cpu", clock=str(real)) as llm:
+    with LLM(*pair, device="cpu", options={"clock": str(real)}) as llm:
         assert llm.method == "specbranch"
         assert llm.generate("A branch", {"max_tokens": 8}).stats["decode_seconds"] > 0
 
 
 def test_a_profile_of_another_pair_is_refused_unless_forced(pair: tuple[str, str], real: Path) -> None:
     with pytest.raises(BadParameter, match=r"measured with tiny, whose draft differs.*force_profile=True"):
-        LLM(pair[0], pair[0], device="cpu", clock=str(real))
+        LLM(pair[0], pair[0], device="cpu", options={"clock": str(real)})
     with pytest.raises(BadParameter, match="whose target and draft differ"):
-        LLM(pair[1], pair[0], device="cpu", clock=str(real))
-    with LLM(pair[0], pair[0], device="cpu", clock=str(real), force_profile=True) as llm:
+        LLM(pair[1], pair[0], device="cpu", options={"clock": str(real)})
+    with LLM(pair[0], pair[0], device="cpu", options={"clock": str(real), "force_profile": True}) as llm:
         assert llm.generate("A branch", {"max_tokens": 4}).stats["tokens"] == 4
 
 
 def test_a_target_alone_may_use_the_profile_of_a_pair(pair: tuple[str, str], real: Path) -> None:
-    with LLM(pair[0], device="cpu", clock=str(real), method="autoregressive") as llm:
+    with LLM(pair[0], device="cpu", options={"clock": str(real)}, method="autoregressive") as llm:
         assert llm.generate("A branch", {"max_tokens": 4}).stats["tokens"] == 4
 
 

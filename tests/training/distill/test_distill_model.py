@@ -15,7 +15,7 @@ from specbranch.errors import BadParameter
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import Weights, read_weights
-from specbranch.models.native import load_native, open_model
+from specbranch.models.loading import load_native, open_model
 from specbranch.training.distill.material import Batch
 from specbranch.training.distill.model import CountedRows, Stack, compare, counted, divergence, spread_layers
 from tiny_models import CONFIGS, GREEDY, in_double, logits_of, saved, some_tokens, tiny

@@ -12,22 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.drafts import draft_folder
-from specbranch.models.drafts.draft_folder import (
-    DraftInfo,
-    DraftWeights,
-    Storage,
-    config_of,
-    fingerprint_of,
-    read_draft,
-    save_draft,
-)
+from specbranch.models.drafts.draft_folder import DraftInfo, Storage, fingerprint_of, read_draft
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.disk import write_durably
 from specbranch.models.files.locate import locate
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import Weights, read_weights
-from specbranch.models.native import open_model
+from specbranch.models.loading import open_model
+from specbranch.training.distill import draft_saving
+from specbranch.training.distill.draft_saving import DraftWeights, config_of, save_draft
 from tiny_models import CONFIGS, saved, tiny
 
 LAYERS = (0, 2)
@@ -186,7 +179,7 @@ def test_a_folder_has_its_config_only_when_it_is_whole(tmp_path: Path, monkeypat
     def killed(path: Path, data: bytes) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(draft_folder, "write_durably", killed)
+    monkeypatch.setattr(draft_saving, "write_durably", killed)
     with pytest.raises(KeyboardInterrupt):
         saved_draft(folder, tmp_path / "target")
     assert not (folder / "config.json").exists()

@@ -20,7 +20,8 @@ from specbranch.errors import BadParameter, ModelError
 from specbranch.lab.bench.other_engines.transformers_weights import as_transformers, refuse_other_families
 from specbranch.models.drafts.load import load_draft
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.rows import scored
 from tiers import tiered
 from tiny_models import GREEDY
@@ -149,7 +150,7 @@ def test_a_pair_with_inflated_models_says_what_the_source_says(
     draft: str, executor: Any, places: dict[str, str]
 ) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
-    asked: dict[str, Any] = {"device": "cpu", "dtype": "float64", "context_length": 128}
+    asked: dict[str, Any] = {"device": "cpu", "dtype": "float64", "options": {"context_length": 128}}
     plain = LLM(places["target"], method="autoregressive", **asked).generate(PROMPT, params)
     settings: dict[str, Any] = {"executor": executor, "speculative": {"policy": "confidence"}}
     with LLM(places["large target"], places[draft], **settings, **asked) as llm:

@@ -28,7 +28,7 @@ from specbranch.models.drafts.load import _own_storage, load_draft
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import read_layers
 from specbranch.models.gpu.stored import StoredLinear
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from specbranch.models.rows import collate
 from tiers import tiered
 from tiny_models import GREEDY
@@ -79,11 +79,11 @@ def test_a_distilled_draft_drafts_and_changes_nothing(
     name: str, executor: str, drafts: dict[str, str], pair: tuple[str, str]
 ) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
-    plain = LLM(pair[0], method="autoregressive", device="cpu", dtype="float64", context_length=128).generate(
-        PROMPT, params
-    )
+    plain = LLM(
+        pair[0], method="autoregressive", device="cpu", dtype="float64", options={"context_length": 128}
+    ).generate(PROMPT, params)
     settings: dict[str, Any] = {"executor": executor, "speculative": {"policy": "confidence"}}
-    with LLM(pair[0], drafts[name], **settings, device="cpu", dtype="float64", context_length=128) as llm:
+    with LLM(pair[0], drafts[name], **settings, device="cpu", dtype="float64", options={"context_length": 128}) as llm:
         output = llm.generate(PROMPT, params)
     assert output.token_ids == plain.token_ids
     assert output.stats["accepted"] > 0
@@ -99,14 +99,10 @@ def test_stored_weights_change_the_model_and_nothing_else(
     pair: tuple[str, str],
 ) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
-    asked: dict[str, Any] = {"device": "cpu", "context_length": 128, "weights": weights}
-    plain = LLM(pair[0], method="autoregressive", **asked).generate(PROMPT, params)
-    settings: dict[str, Any] = {
-        "executor": executor,
-        "speculative": {"policy": "confidence"},
-        "draft_weights": draft_weights,
-    }
-    with LLM(pair[0], drafts["reduced"], **settings, **asked) as llm:
+    options: dict[str, Any] = {"context_length": 128, "weights": weights}
+    plain = LLM(pair[0], method="autoregressive", device="cpu", options=options).generate(PROMPT, params)
+    settings: dict[str, Any] = {"executor": executor, "speculative": {"policy": "confidence"}, "device": "cpu"}
+    with LLM(pair[0], drafts["reduced"], **settings, options={**options, "draft_weights": draft_weights}) as llm:
         output = llm.generate(PROMPT, params)
         assert llm.weights == (weights or "float32") and llm.dtype == "float32"
     assert output.token_ids == plain.token_ids

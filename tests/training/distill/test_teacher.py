@@ -10,7 +10,7 @@ import torch
 
 from specbranch.models.files.locate import Located
 from specbranch.models.files.weights import read_weights
-from specbranch.models.native import open_model
+from specbranch.models.loading import open_model
 from specbranch.training.distill import teacher as teacher_module
 from specbranch.training.distill.attention import by_stretches, has_stretches, mask_of, masked
 from specbranch.training.distill.material import PADDING, Batch, Material

@@ -18,7 +18,7 @@ from specbranch.errors import BadParameter, ModelError
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import Weights, read_weights
-from specbranch.models.native import open_model
+from specbranch.models.loading import open_model
 from specbranch.progress import Nobody
 from specbranch.training.distill import train as training
 from specbranch.training.distill.material import Batch, Material

@@ -17,7 +17,8 @@ from specbranch.errors import BadParameter, ModelError
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.locate import Located
 from specbranch.models.files.weights import read_weights
-from specbranch.models.native import NativeRunner, open_model
+from specbranch.models.loading import open_model
+from specbranch.models.native import NativeRunner
 from specbranch.progress import Nobody
 from specbranch.text.tokenizer import Tokenizer
 from specbranch.training.distill import openings, writer

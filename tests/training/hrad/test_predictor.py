@@ -141,7 +141,7 @@ def test_a_predictor_that_cannot_be_used_is_a_sentence_and_decoding_goes_on(
     spoil, words = SPOILT[name]
     spoil(folder)
     config = {"policy": "paper", "num_speculative_tokens": 4}
-    with LLM(*pair, speculative=config, device="cpu", dtype="float64", predictor=str(folder)) as llm:
+    with LLM(*pair, speculative=config, device="cpu", dtype="float64", options={"predictor": str(folder)}) as llm:
         text = llm.generate("A branch", {"max_tokens": 12}).token_ids
         again = llm.using(speculative={**config, "stop_below": 0.2}).generate("A branch", {"max_tokens": 12}).token_ids
         assert text == again == llm.using("autoregressive").generate("A branch", {"max_tokens": 12}).token_ids
@@ -159,7 +159,10 @@ def test_a_pair_without_a_predictor_and_a_draft_that_is_too_long_are_told(
     with LLM(*pair, speculative={"policy": "paper"}, device="cpu", dtype="float64") as llm:
         assert llm.generate("A branch", {"max_tokens": 3}).token_ids
     with LLM(
-        *pair, speculative={"policy": "paper", "num_speculative_tokens": 9}, device="cpu", predictor=str(folder)
+        *pair,
+        speculative={"policy": "paper", "num_speculative_tokens": 9},
+        device="cpu",
+        options={"predictor": str(folder)},
     ) as llm:
         assert llm.generate("A branch", {"max_tokens": 3}).token_ids
         assert llm.using(speculative={"policy": "paper", "num_speculative_tokens": 9, "stop_below": 0.2}).config
@@ -209,8 +212,9 @@ def test_with_signals_the_text_is_that_of_plain_decoding(
 ) -> None:
     params = {"max_tokens": 60, "temperature": temperature, "seed": 4, "ignore_eos": True}
     config = {"policy": "paper", "num_speculative_tokens": 5, "stop_below": 0.1, "max_branches": 8}
-    small = {"device": "cpu", "dtype": "float64", "context_length": 256}
-    with LLM(*pair, speculative=config, executor=executor, predictor=str(folder), **small) as llm:  # type: ignore[arg-type]
+    options = {"context_length": 256, "predictor": str(folder)}
+    small: Any = {"device": "cpu", "dtype": "float64", "options": options}
+    with LLM(*pair, speculative=config, executor=executor, **small) as llm:  # type: ignore[arg-type]
         found = llm.generate("A branch is a guess", params)
         plain = llm.using("autoregressive").generate("A branch is a guess", params)
         without = llm.using(speculative={**config, "without": ["hrad"]}).generate("A branch is a guess", params)
@@ -236,7 +240,7 @@ def test_a_stream_keeps_its_signals_while_another_method_decodes_and_that_one_pa
 ) -> None:
     params = {"max_tokens": 40, "ignore_eos": True}
     config = {"policy": "paper", "num_speculative_tokens": 5, "stop_below": 0.1}
-    with LLM(*pair, speculative=config, device="cpu", dtype="float64", predictor=str(folder)) as llm:
+    with LLM(*pair, speculative=config, device="cpu", dtype="float64", options={"predictor": str(folder)}) as llm:
         alone = llm.generate("A branch is a guess", params)
         stream = llm.stream("A branch is a guess", params)
         first = next(stream)
@@ -255,7 +259,7 @@ def test_transformers_targets_foretell_too(tmp_path: Path) -> None:
     target = make_gpt2(tmp_path / "gpt2")
     folder = made(target, target, tmp_path / "predictor")
     config = {"policy": "paper", "num_speculative_tokens": 4}
-    with LLM(target, target, speculative=config, device="cpu", predictor=str(folder)) as llm:
+    with LLM(target, target, speculative=config, device="cpu", options={"predictor": str(folder)}) as llm:
         found = llm.generate("A branch", {"max_tokens": 20})
         assert found.token_ids == llm.using("autoregressive").generate("A branch", {"max_tokens": 20}).token_ids
-        assert llm._wants_forecast
+        assert llm.decoding.wants_forecast

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch.assembly import ModelChoice, fetched, load_tokenizer
 from specbranch.config import ExecutorName, WeightsName
 from specbranch.errors import BadParameter
@@ -186,7 +187,7 @@ class BenchPair:
 def trained_context(target: str) -> int:
     """Return the context length that a target supports, in tokens."""
     from specbranch.models.files.locate import locate
-    from specbranch.models.native import open_model
+    from specbranch.models.loading import open_model
 
     return open_model(locate(fetched(ModelChoice(target))))[0].context_length
 

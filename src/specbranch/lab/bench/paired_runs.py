@@ -19,6 +19,7 @@ from specbranch.lab.bench.clocks import Clock
 from specbranch.lab.bench.methods import LLAMACPP, Setting
 from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
 from specbranch.lab.bench.run_store import PromptRun, RunStore, output_digest
+from specbranch.lab.recheck.repeat import repeat
 from specbranch.lab.replay.pricing import has_fixed_decisions
 from specbranch.lab.replay.record import Record
 from specbranch.lab.suites.suite import Prompt, Suite
@@ -118,15 +119,15 @@ def measure(
     outside: Mapping[str, OtherEngine] = NOBODY,
 ) -> None:
     """Run every setting by the wall clock; the order of methods rotates by one from prompt to prompt."""
-    rounds = [(repeat, asked) for repeat in range(runs.repeats) for asked in runs.asked]
+    rounds = [(turn, asked) for turn in range(runs.repeats) for asked in runs.asked]
     store.refuse_another(_blank(recorded, runs.asked[0], runs.settings[0], Clock()))
     done, warm = store.done, set[str]()
-    for number, (repeat, asked) in enumerate(rounds):
+    for number, (turn, asked) in enumerate(rounds):
         progress(f"Measuring {recorded.pair}", number, len(rounds))
         records = recorded.records(asked.prompt, asked.workload)
         turned = number % len(runs.settings)
         for setting in (*runs.settings[turned:], *runs.settings[:turned]):
-            blank = replace(_blank(recorded, asked, setting, Clock()), repeat=repeat)
+            blank = replace(_blank(recorded, asked, setting, Clock()), repeat=turn)
             beyond = setting.config is None and runs.outside is not None and asked.at >= runs.outside
             if blank.key in done or beyond:
                 continue
@@ -144,9 +145,7 @@ def _answer(
     if setting.config is None:
         return outside[setting.method].answer(setting.method, record)
     task = record.task
-    output = recorded.llm.using(speculative=setting.config).repeat(task.prompt, task.params, task.seed, 0)
-    if output.error is not None:
-        raise output.error
+    output = repeat(recorded.llm.using(speculative=setting.config), task.prompt, task.params, task.seed)
     return tuple(output.token_ids), output.stats
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from specbranch.clock.shipped import shipped_profiles
-from specbranch.config import PARTS
 from specbranch.core.methods import METHODS
+from specbranch.core.policies import POLICIES
 from specbranch.lab.suites.suite import ALL_SHIPPED, PUBLIC
 from specbranch.pairs import PAIRS
 
@@ -42,7 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clock": tuple(name for name in shipped_profiles() if name not in TWO_DEVICES),
     },
 }
-PLANNER_PARTS, PAPER_PARTS = PARTS["planner"], PARTS["paper"]
+PLANNER_PARTS, PAPER_PARTS = POLICIES["planner"].parts, POLICIES["paper"].parts
 THRESHOLDS, WIDTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (1, 3, 6, 9, 12)  # ε and k_max of the paper's tables
 ABLATION = (
     *("autoregressive", "speculative", "adaptive", "pearl", "lookup", "tree", "specbranch"),

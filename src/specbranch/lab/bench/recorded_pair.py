@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from specbranch.assembly import identity
-from specbranch.config import SamplingParams
+from specbranch.config import LoadOptions, SamplingParams
 from specbranch.core.runner import Runner
 from specbranch.engine import LLM
 from specbranch.errors import BadParameter, ModelError
@@ -87,16 +87,18 @@ class RecordedPair:
                 LLM(
                     target,
                     draft,
-                    predictor=predictor,
-                    keep_experience=keep_experience,
                     executor=running.executor,
                     device=running.device,
-                    draft_device=running.draft_device,
-                    weights=running.weights,
-                    draft_weights=running.draft_weights,
-                    cache_dtype=running.cache_dtype,
-                    context_length=context_length,
-                    prefix_cache=False,  # every run prefills its prompt, so that TTFT is comparable
+                    options=LoadOptions(
+                        draft_device=running.draft_device,
+                        weights=running.weights,
+                        draft_weights=running.draft_weights,
+                        cache_dtype=running.cache_dtype,
+                        context_length=context_length,
+                        predictor=predictor,
+                        keep_experience=keep_experience,
+                        prefix_cache=False,  # every run prefills its prompt, so that TTFT is comparable
+                    ),
                 )
             )
             self.identity = {

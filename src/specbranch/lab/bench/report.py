@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbranch.charts import BarSeries, ChartLine, bar_chart, line_chart
+from specbranch.core.trace import Trace
 from specbranch.files import write_whole
 from specbranch.lab.bench.methods import Setting
 from specbranch.lab.bench.results import (
@@ -31,6 +32,7 @@ from specbranch.lab.bench.results import (
     setting_text,
 )
 from specbranch.lab.bench.table import losslessness
+from specbranch.lab.recheck.repeat import repeat
 from specbranch.lab.replay.record import Record
 from specbranch.lab.traces.rounds import Times, read_rounds, times
 from specbranch.lab.traces.timeline_svg import draw_svg, subtitle
@@ -288,8 +290,8 @@ def draw_timeline(recorded: RecordedPair, setting: Setting, record: Record, fold
     """Answer a record's prompt once more, draw the timeline, and return where the time went."""
     task = record.task
     params = replace(task.params, max_tokens=min(task.params.max_tokens, TIMELINE_TOKENS))
-    trace = recorded.llm.record()
-    output = recorded.llm.using(speculative=setting.config).repeat(task.prompt, params, task.seed, 0)
+    trace = recorded.llm.core.loop.trace = Trace()
+    output = repeat(recorded.llm.using(speculative=setting.config), task.prompt, params, task.seed)
     rounds = read_rounds(trace.events, len(output.token_ids), [piece.origin for piece in output.pieces])
     spent = times(rounds)
     draft = spent.together + spent.draft_alone

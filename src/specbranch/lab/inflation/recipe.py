@@ -15,9 +15,9 @@ from typing import Any, Literal
 from specbranch.errors import BadParameter, ModelError
 from specbranch.files import replacing, spoken
 from specbranch.lab.inflation.shapes import Shape
-from specbranch.models.files.locate import INFLATION, Located, locate
 
 FORMAT = 1
+MARKER = "inflation.json"  # the recipe file
 InflatedKind = Literal["model", "draft"]
 AGAIN = "Make it again with `specbranch inflate`."
 
@@ -54,13 +54,13 @@ class Inflation:
 
 
 def is_inflation(name: str | Path) -> bool:
-    """True if a name is a folder that `specbranch inflate` wrote."""
-    return (Path(name).expanduser() / INFLATION).is_file()
+    """Whether a name is a folder that `specbranch inflate` made."""
+    return (Path(name).expanduser() / MARKER).is_file()
 
 
 def read_inflation(folder: str | Path) -> Inflation:
     """Read a recipe."""
-    file = Path(folder).expanduser() / INFLATION
+    file = Path(folder).expanduser() / MARKER
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
@@ -70,34 +70,10 @@ def read_inflation(folder: str | Path) -> Inflation:
         raise ModelError(f"{file} is no recipe of an inflated model ({error}). {AGAIN}") from None
 
 
-def source_of(recipe: Inflation) -> Located:
-    """Return the path of the small model; fetch a known one if it is missing."""
-    from specbranch.models.files import store
-
-    known = recipe.source in store.KNOWN and not Path(recipe.source).exists()
-    try:
-        return locate(str(store.pull(recipe.source)) if known else recipe.source)
-    except ModelError as error:
-        raise ModelError(f"The source of {recipe.name} cannot be had. {error} {AGAIN}") from None
-
-
-def uninflated(located: Located) -> Located:
-    """Return the model itself, or the source of an inflated one, which has the same tokenizer and text."""
-    return source_of(read_model(located.path)) if located.kind == "inflation" else located
-
-
-def read_model(folder: str | Path) -> Inflation:
-    """Read the recipe of a model that can run alone; a draft cannot."""
-    recipe = read_inflation(folder)
-    if recipe.kind == "draft":
-        raise ModelError(f"{folder} ({recipe.name}) is a draft, which runs only with its target. Name it with --draft.")
-    return recipe
-
-
 def write_inflation(folder: Path, recipe: Inflation) -> None:
     """Write a recipe, replacing an existing one; refuse a folder with other contents."""
     refuse_other_folder(folder)
-    with spoken(folder, "Name another folder with --out."), replacing(folder / INFLATION) as part:
+    with spoken(folder, "Name another folder with --out."), replacing(folder / MARKER) as part:
         part.write_text(recipe.text(), encoding="utf-8")
 
 

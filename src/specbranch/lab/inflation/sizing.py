@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch.errors import BadParameter
 from specbranch.lab.inflation.recipe import Inflation, is_inflation
 from specbranch.lab.inflation.shapes import ShapeChoice
@@ -17,7 +18,7 @@ from specbranch.models.drafts.draft_name import is_draft_folder
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.identity import model_identity
 from specbranch.models.files.locate import locate
-from specbranch.models.native import open_model
+from specbranch.models.loading import open_model
 
 
 @dataclass(frozen=True, slots=True)

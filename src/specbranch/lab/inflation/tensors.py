@@ -90,7 +90,8 @@ def _copies(small: Architecture, large: Architecture | Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LargeRows:
-    """The rows of a part: `rows` of the small model go to `at` of the large one; `silent` rows must give zero."""
+    """Where the rows of a part lie: `rows` of the small model at `at` of the large one; `silent` rows must give
+    zero."""
 
     rows: Tensor
     at: Tensor
@@ -192,7 +193,7 @@ class InflatedSource:
         return torch.arange(part_shape(self.small, part)[1], device=device)
 
     def _places(self, part: str, device: torch.device) -> LargeRows:
-        """Return the rows of the small model's outputs, or its entries in a vector."""
+        """Where the small model's outputs of a matrix, or its numbers of a vector, lie."""
         rows, at, silent = self._rows(part)
         return LargeRows(rows.to(device), at.to(device), silent.to(device))
 

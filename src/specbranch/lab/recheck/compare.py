@@ -17,6 +17,7 @@ from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
 from specbranch.engine import LLM, Output
 from specbranch.errors import BadParameter
+from specbranch.lab.recheck.repeat import margin, repeat
 from specbranch.lab.recheck.saved import Saved, short
 
 NEAR = 1e-4  # logits, and log-probabilities
@@ -100,9 +101,8 @@ def _decoded_along(plain: LLM, saved: Saved) -> tuple[Output, tuple[Departure, .
     given: tuple[int, ...] = ()
     while True:
         # one token more than was saved shows whether the text ends there
-        again = plain.repeat(
-            saved.prompt, _asked(plain, saved), saved.seed, saved.sample, given, most=len(saved.tokens) + 1
-        )
+        most = len(saved.tokens) + 1
+        again = repeat(plain, saved.prompt, _asked(plain, saved), saved.seed, saved.sample, given, most)
         departure = _first_departure(plain, saved, again.token_ids)
         if departure is None:
             return again, tuple(departures)
@@ -132,8 +132,8 @@ def _margin(plain: LLM, saved: Saved, at: int, ours: int | None, theirs: int | N
     if ours is None or theirs is None or theirs >= plain.vocabulary:
         return None
     request = Request(saved.params, saved.seed, len(saved.prompt), saved.sample, "match", plain.tokenizer.eos_ids)
-    margin = plain.margin([*saved.prompt, *saved.tokens[:at]], request, ours, theirs)
-    return margin if math.isfinite(margin) else None
+    found = margin(plain, [*saved.prompt, *saved.tokens[:at]], request, ours, theirs)
+    return found if math.isfinite(found) else None
 
 
 def _ends_at_claimed_context(saved: Saved, departures: tuple[Departure, ...]) -> bool:

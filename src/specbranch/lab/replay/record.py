@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from specbranch.config import SamplingParams
 from specbranch.core.request import Request
 from specbranch.files import write_whole
+from specbranch.lab.recheck.repeat import repeat
 
 if TYPE_CHECKING:
     from specbranch.engine import LLM
@@ -88,9 +89,7 @@ class Records:
 
     def make(self, task: Task, llm: LLM) -> Record:
         """Let the target answer with the LLM's lossless method, and store the record."""
-        output = llm.repeat(task.prompt, replace(task.params, logprobs=TOP), task.seed, 0)
-        if output.error is not None:
-            raise output.error
+        output = repeat(llm, task.prompt, replace(task.params, logprobs=TOP), task.seed)
         record = Record(task, tuple(output.token_ids), tuple(row.top for row in output.logprobs or ()))
         held = {"format": FORMAT, "tokens": record.tokens, "rows": record.rows}
         write_whole(self._path(task), json.dumps(held))

@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specbranch.lab.inflation.recipe import is_inflation, read_inflation
+from specbranch.models.files.sources import made_model
 
 KEY = "specbranch_draft"  # of its config.json
 
 
 def is_draft_folder(name: str) -> bool:
-    """Whether a name is a folder that `specbranch distill` made, or such a draft inflated."""
-    return read_inflation(name).kind == "draft" if is_inflation(name) else draft_config(name) is not None
+    """Return True for a folder that `specbranch distill` made, or one with the recipe of a draft."""
+    made = made_model(name)
+    return draft_config(name) is not None if made is None else made.is_draft
 
 
 def draft_config(folder: str | Path) -> dict[str, Any] | None:

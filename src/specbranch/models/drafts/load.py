@@ -1,9 +1,8 @@
 """Running a draft folder beside its target: the layers are the draft's, embedding and output head the target's.
 
-Owns how the two are put together. Invariant: nothing of the target is stored twice in one process but the rows of a
-reduced head, and those as the draft is; a draft of another target is refused. Where either is inflated, what the draft
-shares is that of the target's source: a draft as it was made keeps its own size, an inflated one has an embedding and a
-head of its shape.
+Owns how the two are put together. Invariant: a draft of another target is refused. A draft that runs in its target's
+process, on its device and in its precision, stores nothing of the target again but the rows of a reduced head. A target
+that is made from a base (see `files.sources`) shares its base's embedding and head. A draft that is made has its own.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from specbranch.config import WeightsName
 from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
 from specbranch.errors import BadParameter, ModelError
-from specbranch.lab.inflation.recipe import is_inflation, read_inflation, uninflated
-from specbranch.lab.inflation.tensors import InflatedSource, inflated_architecture
 from specbranch.models.columns import Columns
 from specbranch.models.cpu.block_kernels import runs_blocks
 from specbranch.models.cpu.linear import takes
@@ -27,8 +24,9 @@ from specbranch.models.decoder import Decoder
 from specbranch.models.drafts.draft_folder import DraftFile, fingerprint_of, read_draft
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.blocks import ROWS, AnyMatrix
-from specbranch.models.files.identity import checked_source
-from specbranch.models.files.locate import locate
+from specbranch.models.files.identity import checked_base
+from specbranch.models.files.locate import locate, stored_base
+from specbranch.models.files.sources import MadeModel, is_made, made_model
 from specbranch.models.files.stored_rows import Embedding
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import (
@@ -40,7 +38,8 @@ from specbranch.models.files.weights import (
     read_weights,
     whole_rows,
 )
-from specbranch.models.native import NativeRunner, native_runner, open_model
+from specbranch.models.loading import native_runner, open_model
+from specbranch.models.native import NativeRunner
 from specbranch.models.room import pool_pages
 from specbranch.models.storage import agreed, kept_in, tell
 
@@ -76,36 +75,27 @@ def load_draft(
     cache_tokens: int | None = None,
     cache_dtype: str | None = None,
 ) -> NativeRunner:
-    """Load a draft; what it shares is taken from the target that runs `beside` it, or read from the target's file.
+    """Load a draft for a target.
 
-    `weights`: how its matrices are stored; nothing: in int8 if its file says so, else in `dtype`, as an inflated one
-    is. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
+    It takes embedding and head from `target_runner` if that runs on the same device in the same precision; otherwise it
+    reads them from the target's file. `weights`: how its matrices are stored; nothing: in int8 if its file says so,
+    else in `dtype`, as those of a made draft. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
     """
     where = torch.device(device)
     precision, stored = agreed(dtype, weights, where)
-    recipe = read_inflation(folder) if is_inflation(folder) else None
-    found = open_for_target(folder if recipe is None else checked_source(recipe).path, target)
-    arch = (
-        found.arch if recipe is None else inflated_architecture(found.arch, recipe.sizes, recipe.head_rows, recipe.name)
-    )
+    made = made_model(folder)
+    found = open_for_target(folder if made is None else checked_base(made).path, target)
+    arch, source = _own_tensors(found, made)
     context, kept = arch.choose_context(context_length, shorten=True), kept_in(cache_dtype, precision, where)
-    if recipe is None:
+    if made is None:
         stored = _own_storage(found.draft, where, precision, dtype) if weights is None else stored
-        if stored == "stored" and found.draft.info.storage != "int8":
-            raise BadParameter(
-                f"weights of the draft is 'stored', but {found.name} stores floats; expected int8. Leave "
-                "--draft-weights out, or use int8."
-            )
-        # An inflated target's embedding is padded.
-        shared = None if is_inflation(target) else Shared.of(target_runner, where, precision)
-        shared = shared or _read_shared(found.target, found.source, where, precision, stored)
-        layers, norm = read_layers(arch, found.draft, where, precision, stored)
-        reduced = _reduced(found.draft.head_ids, shared.head, where, precision, stored)
-        held = Weights(shared.embedding, layers, norm, shared.head, reduced)
+        # A made target's embedding may have another size than its base's.
+        shared = None if is_made(target) else Shared.of(target_runner, where, precision)
+        held = _sharing(found, shared, where, precision, stored)
         pages = pool_pages(arch, precision, where, context, tail, cache_tokens, weights=0, kept=kept)
     else:
         pages = pool_pages(arch, precision, where, context, tail, cache_tokens, stored=stored, kept=kept)
-        held = _inflated(found, arch, recipe.seed, where, precision, stored)
+        held = _with_reduced_head(read_weights(arch, source, where, precision, stored), arch, found.draft.head_ids)
     tell(held, stored, where)
     return native_runner(Decoder(arch, held, context + tail), context, tail, pages, kept)
 
@@ -137,8 +127,8 @@ class DraftOfTarget:
 
 
 def open_for_target(folder: str | Path, target: str | Path) -> DraftOfTarget:
-    """Open a draft beside its target, or beside what an inflated target was made of; another target's is refused."""
-    target_arch, source = open_model(uninflated(locate(str(target))))
+    """Open a draft beside its target, or beside the base of a made target; another target's is refused."""
+    target_arch, source = open_model(stored_base(locate(str(target))))
     draft = read_draft(folder, fingerprint_of(target_arch, source))
     arch = Architecture.from_config(draft.config, draft.name)
     if (arch.hidden, arch.vocabulary) != (target_arch.hidden, target_arch.vocabulary):
@@ -149,22 +139,38 @@ def open_for_target(folder: str | Path, target: str | Path) -> DraftOfTarget:
     return DraftOfTarget(draft, arch, target_arch, source)
 
 
-def _inflated(
+def _own_tensors(found: DraftOfTarget, made: MadeModel | None) -> tuple[Architecture, TensorSource]:
+    """Return what a draft is, and its tensors: those of its folder, or those that are made from them."""
+    if made is None:
+        return found.arch, found
+    return made.made_from(found.arch, found, found.draft.head_ids)
+
+
+def _sharing(
     found: DraftOfTarget,
-    large: Architecture,
-    seed: int,
+    shared: Shared | None,
     device: torch.device,
     dtype: torch.dtype,
     stored: WeightsName | None,
 ) -> Weights:
-    """Make the weights of an inflated draft; behind a reduced head's rows come random ones, as tokens that nobody
-    has."""
-    ids = found.draft.head_ids
-    held = read_weights(large, InflatedSource(found.arch, found, large, seed, ids), device, dtype, stored)
+    """Read a draft's own weights; embedding and head are `shared`, or read from the target's file."""
+    if stored == "stored" and found.draft.info.storage != "int8":
+        raise BadParameter(
+            f"weights of the draft is 'stored', but {found.name} stores floats; expected int8. Leave "
+            "--draft-weights out, or use int8."
+        )
+    shared = shared or _read_shared(found.target, found.source, device, dtype, stored)
+    layers, norm = read_layers(found.arch, found.draft, device, dtype, stored)
+    reduced = _reduced(found.draft.head_ids, shared.head, device, dtype, stored)
+    return Weights(shared.embedding, layers, norm, shared.head, reduced)
+
+
+def _with_reduced_head(held: Weights, arch: Architecture, ids: Tensor | None) -> Weights:
+    """Name the tokens of a made draft's reduced head; the rows behind them count as tokens that nobody has."""
     if ids is None:
         return held
-    beyond = range(large.vocabulary, large.vocabulary + large.head_rows - len(ids))
-    columns = Columns(torch.cat((ids, torch.tensor(beyond, dtype=torch.int64))).to(device), beyond.stop)
+    beyond = range(arch.vocabulary, arch.vocabulary + arch.head_rows - len(ids))
+    columns = Columns(torch.cat((ids, torch.tensor(beyond, dtype=torch.int64))).to(held.norm.device), beyond.stop)
     return replace(held, reduced=ReducedHead(held.head, columns))
 
 

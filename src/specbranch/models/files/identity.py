@@ -1,7 +1,7 @@
 """Telling models apart by their files, without loading them.
 
 Owns the digest. It reads both ends of each file, which is quick and enough to tell one model from another; it is no
-check of wholeness. An inflated model is its recipe and its source.
+check of wholeness. A model that is made from another one is its recipe and that one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from specbranch.errors import ModelError
-from specbranch.lab.inflation.recipe import AGAIN, Inflation, read_inflation, source_of
-from specbranch.models.files.locate import Located, locate
+from specbranch.models.files.locate import Located, base_of, locate
+from specbranch.models.files.sources import MadeModel, made_model
 
 EDGE = 1 << 20  # bytes read of each end of a file
 KINDS = (".safetensors", ".gguf", ".json")
@@ -28,9 +28,8 @@ def model_identity(name: str) -> str:
 def identity_of(located: Located) -> str:
     """Return the digest of a model on disk."""
     path = located.path
-    if located.kind == "inflation":
-        recipe = read_inflation(path)
-        return sha256(f"{recipe.digest} {identity_of(source_of(recipe))}".encode()).hexdigest()[:LENGTH]
+    if (made := made_model(path)) is not None:
+        return sha256(f"{made.digest} {identity_of(base_of(made))}".encode()).hexdigest()[:LENGTH]
     files = (
         [path]
         if path.is_file()
@@ -43,12 +42,12 @@ def identity_of(located: Located) -> str:
     return digest.hexdigest()[:LENGTH]
 
 
-def checked_source(recipe: Inflation) -> Located:
-    """Find the source of a recipe, and refuse another than it was made for."""
-    found = source_of(recipe)
-    if (identity := identity_of(found)) != recipe.source_identity:
-        told = f"({identity}, not {recipe.source_identity})"
-        raise ModelError(f"{found.path} is not the model that {recipe.name} was made of {told}. {AGAIN}")
+def checked_base(model: MadeModel) -> Located:
+    """Find the model that another is made from, and refuse one that has changed since."""
+    found = base_of(model)
+    if (identity := identity_of(found)) != model.base_identity:
+        differs = f"({identity}, not {model.base_identity})"
+        raise ModelError(f"{found.path} is not the model that {model.name} was made of {differs}. {model.again}")
     return found
 
 

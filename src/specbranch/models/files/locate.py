@@ -1,8 +1,8 @@
-"""Where a model's files are: a folder, a GGUF file, an inflation's folder, or an id on the Hugging Face Hub, fetched
+"""Where a model's files are: a folder, a GGUF file, a folder with a recipe, or an id on the Hugging Face Hub, fetched
 into its own cache.
 
 Owns the way from a name to a path, not the files' contents. Invariant: what is returned exists; a folder has a
-config.json, an inflation's its inflation.json.
+config.json, or the recipe of a registered kind (see `sources`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from specbranch.errors import ModelError, nearest
+from specbranch.models.files.sources import MadeModel, is_made, made_alone, unknown_recipe
 
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 UNWANTED = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors"]
-INFLATION = "inflation.json"  # the recipe of a model that is made of a smaller one
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -24,7 +24,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class Located:
     """A model on disk."""
 
-    kind: Literal["folder", "gguf", "inflation"]
+    kind: Literal["folder", "gguf", "made"]
     path: Path
 
 
@@ -40,13 +40,29 @@ def locate(name: str) -> Located:
     return Located("folder", _from_hub(name, path))
 
 
+def base_of(model: MadeModel) -> Located:
+    """Find the model that another is made from, fetching one that is known by name first if it is not here."""
+    from specbranch.models.files import store
+
+    known = model.base in store.KNOWN and not Path(model.base).exists()
+    try:
+        return locate(str(store.pull(model.base)) if known else model.base)
+    except ModelError as error:
+        raise ModelError(f"The source of {model.name} cannot be had. {error} {model.again}") from None
+
+
+def stored_base(located: Located) -> Located:
+    """Return a stored model itself, and the base of a made one: it has the same tokenizer, and says the same."""
+    return base_of(made_alone(located.path)) if located.kind == "made" else located
+
+
 def _local(path: Path) -> Located:
     if path.is_file():
         if path.suffix == ".gguf":
             return Located("gguf", path)
         raise ModelError(f"{path} is a file but no .gguf; give a .gguf file, or the folder that holds config.json.")
-    if (path / INFLATION).is_file():
-        return Located("inflation", path)
+    if is_made(path):
+        return Located("made", path)
     if (path / "config.json").is_file():
         return Located("folder", path)
     files = sorted(path.glob("*.gguf"))
@@ -55,6 +71,12 @@ def _local(path: Path) -> Located:
     if files:
         raise ModelError(
             f"{path} holds {len(files)} GGUF files; name one of them: {', '.join(file.name for file in files)}."
+        )
+    if (recipe := unknown_recipe(path)) is not None:
+        raise ModelError(
+            f"{path} holds {recipe.name}, the recipe of a model that is made rather than stored, and no module that "
+            f"makes it was imported. Import it first, such as specbranch.lab.{recipe.stem}.source; the specbranch "
+            "commands do."
         )
     raise ModelError(f"{path} holds neither config.json nor a .gguf file; is the model one folder further down?")
 

@@ -79,7 +79,7 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
         "LONG": long,
         "NEAR": NEAR,
     }
-    tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "LINE": PATH_BLOCK, "OWN": OWN}
+    tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "PATH_BLOCK": PATH_BLOCK, "OWN": OWN}
     tiling |= {"TILE_ROWS": tile_rows, "TILES": GROUP_ROWS // tile_rows, "OWN_TILE": max(padded, 16)}
     # Within a capture these come from the graphs' own memory, and all layers and graphs take turns with it.
     sums = queries.new_empty(rows, heads, slots, head_dim)

@@ -105,9 +105,9 @@ def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, W
 def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride,
                     rows, pages, slots,
                     HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
-                    WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
-                    LONG: tl.constexpr, NEAR: tl.constexpr, TILE_ROWS: tl.constexpr, TILES: tl.constexpr,
-                    OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+                    WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr,
+                    BLOCK: tl.constexpr, LONG: tl.constexpr, NEAR: tl.constexpr, TILE_ROWS: tl.constexpr,
+                    TILES: tl.constexpr, OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own path,
     result 1 + b is block b."""
     if EARLY:  # see product_kernels

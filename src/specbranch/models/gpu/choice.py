@@ -81,9 +81,9 @@ class Chooser:
             logits, self._ids, choosing, tops, columns, sums, self.width, logits.stride(0), per, TILE=TILE, **shared
         )  # fmt: skip
         kernels.settle[(rows,)](
-            self._ids, choosing, counts, tops, columns, sums, self.picks, results, self._arrived, self.width, per, tiles,
-            results.shape[1], ENTRIES=power_of_two(tiles * count), TILES=power_of_two(tiles), ROWS=power_of_two(rows),
-            **shared,
+            self._ids, choosing, counts, tops, columns, sums, self.picks, results, self._arrived, self.width, per,
+            tiles, results.shape[1], ENTRIES=power_of_two(tiles * count), TILES=power_of_two(tiles),
+            ROWS=power_of_two(rows), **shared,
         )  # fmt: skip
         return results
 

@@ -171,9 +171,9 @@ class DeviceTree:
         assert step.counts is not None and step.moves is not None and bucket.rows == LANES
         across = 0 if results is None else results.shape[1]
         grow[(1,)](
-            self.state, self.state if results is None else results, packed, step.groups, step.tables, step.own, step.counts,
-            step.moves, self._reported, across, -(-bucket.rows // ALIGNED) * ALIGNED, self.first, bucket.pages,
-            num_warps=1, enable_fp_fusion=False,
+            self.state, self.state if results is None else results, packed, step.groups, step.tables, step.own,
+            step.counts, step.moves, self._reported, across, -(-bucket.rows // ALIGNED) * ALIGNED, self.first,
+            bucket.pages, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _plainly(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:

@@ -14,22 +14,16 @@ from typing import Any
 
 from specbranch.assembly import ModelChoice, load_tokenizer
 from specbranch.errors import BadParameter
-from specbranch.lab.inflation.recipe import is_inflation
-from specbranch.models.drafts.draft_folder import (
-    DraftInfo,
-    DraftWeights,
-    Storage,
-    fingerprint_of,
-    refuse_other_draft,
-    save_draft,
-)
+from specbranch.models.drafts.draft_folder import DraftInfo, Storage, fingerprint_of
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
+from specbranch.models.files.sources import made_model
 from specbranch.models.files.store import title_and_licence
 from specbranch.models.files.tensor_file import TensorSource
-from specbranch.models.native import open_model
+from specbranch.models.loading import open_model
 from specbranch.progress import Onlooker
 from specbranch.provenance import trained_with
+from specbranch.training.distill.draft_saving import DraftWeights, refuse_other_draft, save_draft
 from specbranch.training.distill.material import Material, joined, material_files, material_in
 from specbranch.training.distill.model import TrainedLayer, check_layers, spread_layers
 from specbranch.training.distill.run_folder import RunFolder
@@ -134,9 +128,9 @@ class _Plan:
 def _plan(job: DraftJob, fetch: Fetch) -> _Plan:
     """Check the request and return the plan."""
     device, source = job.place, fetch(job.target)
-    if is_inflation(source):
+    if (made := made_model(source)) is not None:
         raise BadParameter(
-            f"{source} is inflated. Distill from its source: the draft runs with both, and can be inflated too."
+            f"{source} is {made.how}. Distill from its source: the draft runs beside both, and can be {made.how}, too."
         )
     arch, file = open_model(locate(source))
     writing, training = job.writing(SECONDS, ROWS, job.seed), job.training(arch)

@@ -32,7 +32,7 @@ from specbranch.hrad.predictor import About, Predictor
 from specbranch.models.files.disk import write_durably
 from specbranch.models.files.locate import locate
 from specbranch.models.files.store import title_and_licence
-from specbranch.models.native import open_model
+from specbranch.models.loading import open_model
 from specbranch.progress import Onlooker
 from specbranch.provenance import trained_with
 from specbranch.training.distill.agreement import AnsweredPrompt

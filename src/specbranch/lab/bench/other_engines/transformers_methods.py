@@ -23,6 +23,7 @@ from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch.assembly import ModelChoice, fetched
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import ACCELERATE
@@ -47,7 +48,7 @@ def check_target(name: str) -> None:
     if is_inflation(name):
         from specbranch.lab.bench.other_engines.transformers_weights import refuse_other_families
         from specbranch.models.files.locate import locate
-        from specbranch.models.native import open_model
+        from specbranch.models.loading import open_model
 
         refuse_other_families(open_model(locate(name))[0])
         return

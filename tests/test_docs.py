@@ -1,0 +1,57 @@
+"""The documents: lines of at most 100 columns, a map that fits on few pages, and paths that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WIDE = 100  # columns
+MAP_LINES = 150
+PATH = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|js|json|svg))`")
+BARE = re.compile(r"`([\w-]+\.py)`")  # on the map a file of the package itself, elsewhere one of the folder at hand
+FREE = ("docs/log.md", "CHANGELOG.md")  # what was written once stays as it is
+PAGES = ("design", "planner", "gpu", "cpu", "lab")  # they name files
+
+
+def documents() -> list[str]:
+    """The project's markdown, without what builds and environments hold."""
+    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("drafts/*/*.md"), *ROOT.glob("src/**/*.md")]
+    return sorted({str(path.relative_to(ROOT)) for path in found} - {*FREE})
+
+
+def too_wide(text: str) -> list[str]:
+    """Return the lines over the limit that are no table, no code and no link that cannot be broken."""
+    found, fenced = [], False
+    for line in text.split("\n"):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        free = fenced or line.startswith(("|", "    ")) or " " not in line.strip()
+        image = re.fullmatch(r"!\[[^]]*\]\([^)]*\)", line.strip())
+        if len(line) > WIDE and not free and not image:
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("name", documents())
+def test_prose_keeps_to_the_width(name: str) -> None:
+    assert not too_wide((ROOT / name).read_text(encoding="utf-8"))
+
+
+def test_a_wide_line_is_found_and_a_wide_table_is_not() -> None:
+    words = "word " * 30
+    assert too_wide(f"{words}\n| {words} |\n```\n{words}\n```\n") == [words]
+
+
+def test_the_map_stays_a_map() -> None:
+    assert len((ROOT / "docs" / "design.md").read_text(encoding="utf-8").splitlines()) <= MAP_LINES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    named = {*PATH.findall(text), *(BARE.findall(text) if page == "design" else ())}
+    missing = [path for path in named if not any((base / path).exists() for base in (ROOT / "src/specbranch", ROOT))]
+    assert named and not missing
