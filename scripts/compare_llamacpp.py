@@ -241,7 +241,7 @@ class Wheel:
         """Load both servers; the first is timed."""
         import torch
 
-        from specbranch.lab.bench.llamacpp import built_with, make_server
+        from specbranch.lab.bench.other_engines.llamacpp import built_with, make_server
 
         torch.set_num_threads(self.given.threads)
         start = time.perf_counter()

@@ -40,7 +40,7 @@ from specbranch.decoding import Decoding, resolve
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.experiences import Experiences
-from specbranch.lab.bench.mirror import as_transformers
+from specbranch.lab.bench.other_engines.transformers_weights import as_transformers
 from specbranch.lab.inflation.shapes import SHAPES
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.files.architecture import Architecture

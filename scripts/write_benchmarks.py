@@ -24,8 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from specbranch.lab.bench.load import LoadRow
 from specbranch.lab.bench.results import BASELINE, ResultRow, Results, setting_text
+from specbranch.lab.bench.under_load import LoadRow
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 MANY = Path(__file__).parents[1] / "docs" / "many.md"

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from specbranch.lab.bench.mirror import named
+from specbranch.lab.bench.other_engines.transformers_weights import named
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

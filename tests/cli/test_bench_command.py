@@ -99,7 +99,7 @@ def test_the_same_command_goes_on_and_a_further_method_is_added(
     more = last(bench(command, pair, tmp_path, prompts, "--methods", "speculative,lookup"))
     assert runs.read_text().startswith(before) and len(more) == 3
     other = bench(command, pair, tmp_path, prompts, "--methods", "speculative", "--seed", "4")
-    assert other.code == 2 and "begun with other settings" in other.err
+    assert other.code == 2 and "started with other settings" in other.err
 
 
 @pytest.mark.slow

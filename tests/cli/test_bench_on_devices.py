@@ -12,7 +12,7 @@ import torch
 from in_process import Command, Done
 
 from specbranch.lab.bench.job import DRAWN
-from specbranch.lab.bench.presets import GPU_BRIEF, PRESETS, TOLD
+from specbranch.lab.bench.presets import GPU_BRIEF, PRESET_HELP, PRESETS
 from specbranch.lab.inflation.shapes import SHAPES
 from specbranch.pairs import PAIRS, Pair
 
@@ -107,7 +107,7 @@ def test_commands_add_pairs_prompts_and_contexts_to_one_folder(command: Command,
     lines = (prompts / "one.jsonl").read_text()
     (prompts / "one.jsonl").write_text(lines.replace("guess", "guess or two"))
     other = bench(command, prompts, *brief)
-    assert other.code == 2 and "begun with other settings (suites was" in other.err
+    assert other.code == 2 and "started with other settings (suites was" in other.err
     (prompts / "one.jsonl").write_text(lines)
     (prompts / "two.jsonl").write_text((prompts / "two.jsonl").read_text().replace("guess", "guess or two"))
     other = bench(command, prompts, *brief)
@@ -202,7 +202,7 @@ def test_the_other_presets_run(
         (("--executor", "process", "--clock", "c5"), "by the wall clock only"),
         (("--draft-weights", "int9"), "Unknown storage of weights 'int9'"),
         (("--draft-device", "gpu"), "Unknown device 'gpu'"),
-        (("--context", "4096"), "was made for texts of up to 512 tokens"),
+        (("--context", "4096"), "supports contexts of up to 512 tokens"),
     ],
 )
 def test_mistakes_are_sentences(
@@ -229,7 +229,7 @@ def test_a_target_alone_has_no_draft_to_shape_and_no_methods_that_need_one(
 
 
 def test_presets_name_what_there_is() -> None:
-    assert [name for name, _ in TOLD] == list(PRESETS)
+    assert [name for name, _ in PRESET_HELP] == list(PRESETS)
     for name in ON_GPU:
         for pair, given in PRESETS[name].get("of_pair", {}).items():
             assert pair in PAIRS and {given["target_shape"], given["draft_shape"]} <= {*SHAPES, "own"}

@@ -168,7 +168,7 @@ def test_a_folder_of_another_run_or_target_is_refused(command: Command, pair: tu
     assert distilled(command, pair[0], tmp_path, *SHORT).code == 0
     kept = weights(tmp_path)
     refusals: dict[str, Any] = {
-        "holds a run already": distilled(command, pair[0], tmp_path, *SHORT),
+        "already holds a run": distilled(command, pair[0], tmp_path, *SHORT),
         "was made for target": distilled(command, pair[1], tmp_path, *SHORT, "--resume"),
         "other settings: tokens was 4000, now 5000": distilled(
             command, pair[0], tmp_path, *SMALL, "--tokens", "5000", "--resume"

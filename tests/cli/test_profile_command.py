@@ -58,7 +58,7 @@ def test_side_by_side_says_how_much_they_slow_each_other_down(
     chosen: list[str], tmp_path: Path, command: Command
 ) -> None:
     done = command("profile", *chosen, "--out", str(tmp_path / "both.json"), "--executor", "process", "--no-check")
-    assert done.code == 0 and "a draft step beside adds" in done.out and "How well" not in done.out
+    assert done.code == 0 and "a parallel draft step adds" in done.out and "How well" not in done.out
     assert "overlap" not in json.loads((tmp_path / "both.json").read_text())  # which is the default
 
 

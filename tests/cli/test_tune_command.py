@@ -218,7 +218,7 @@ def test_a_bad_config_is_refused_before_a_model_is_loaded(
 def test_mistakes_are_told_before_anything_is_fetched_or_loaded(
     options: list[str], told: str, command: Command, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specbranch.lab.bench.lab.Lab.__init__", None)
+    monkeypatch.setattr("specbranch.lab.bench.recorded_pair.RecordedPair.__init__", None)
     monkeypatch.setattr("specbranch.cli.progress.pulled", None)
     done = command(*asked, "--profile", "c10", *options)
     assert done.code == 2 and told in done.err, done.err

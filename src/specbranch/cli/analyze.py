@@ -1,4 +1,4 @@
-"""`specbranch analyze`: what speculation can gain, by formula, on toys and on a map of strategies."""
+"""`specbranch analyze`: what speculation can gain, by formula, on toy models, and on a map of strategies."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ if TYPE_CHECKING:
     "profiles",
     multiple=True,
     metavar="NAME",
-    help="Costs to map the strategies for: a shipped profile or a FILE.json; may be given several times [all that "
-    "ship].",
+    help="Cost profile to map the strategies for: a shipped one or a FILE.json; may be repeated [all shipped].",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Write the charts (SVG) and analysis.json here.",
+    help="Folder for the charts (SVG) and analysis.json.",
 )
 @click.option(
-    "--tokens", type=click.IntRange(min=100), default=1000, metavar="N", help="Tokens of each measured point [1000]."
+    "--tokens",
+    type=click.IntRange(min=100),
+    default=1000,
+    metavar="N",
+    help="Number of tokens per measured point [1000].",
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object: farthest_off, latency (predicted, charged …), map."
+    "--json", "as_json", is_flag=True, help="Print one JSON object: farthest_off, latency (predicted, charged …), map."
 )
 def analyze(profiles: tuple[str, ...], out: Path | None, tokens: int, as_json: bool) -> None:
-    """Show the trade-off between parallelism and rollback: latency against draft length, and which strategy pays where.
+    """Show the trade-off between parallelism and rollback: latency over draft length, and where each strategy pays.
 
-    Latency comes from the paper's theorem, from our model of the mechanism, and from the real methods on toy models
-    with known agreement, timed by the virtual clock. The map tunes six strategies for each cost profile. Needs no
-    model; about a minute.
+    Latency comes from three sources: the paper's theorem, our model of the mechanism, and the real methods. The
+    methods run on toy models with known agreement, timed by the virtual clock. The map tunes six strategies for each
+    cost profile. No model is needed; it takes about a minute.
     """
     from specbranch.cli.progress import counted
     from specbranch.lab.study.study import record, run_study, tables

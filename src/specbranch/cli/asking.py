@@ -1,4 +1,4 @@
-"""What commands that answer a prompt share: their options, standard input, the chat template."""
+"""Parts that commands with a prompt share: options, standard input, the chat template."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ANSWERING = (*PAIR, *TARGET, *DRAFT, *SPECULATION, *SAMPLING)  # which models, h
 
 
 def chat_option(section: str) -> Callable[[F], F]:
-    """Return the option that puts a prompt into the chat template, under the heading of its command."""
-    about = "Put the prompt into the model's chat template, as a user's message."
+    """Return the option that wraps a prompt in the chat template, under the heading of its command."""
+    about = "Wrap the prompt in the model's chat template, as a user message."
     return options_of(section)("--chat", "as_chat", is_flag=True, help=about)
 
 

@@ -1,5 +1,8 @@
-"""`specbranch bench`: methods held against one another on the same pair, prompts and hardware, one request at a time or
-many at once, and two such runs against each other."""
+"""`specbranch bench`: decoding methods compared on the same pair, prompts and hardware, one request at a time or many
+at once.
+
+`bench compare` compares two such runs.
+"""
 
 from __future__ import annotations
 
@@ -18,46 +21,49 @@ from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.clock.shipped import shipped_profiles
 from specbranch.config import ExecutorName
 from specbranch.errors import BadParameter
-from specbranch.lab.bench.methods import OUTSIDE, listed
-from specbranch.lab.bench.presets import PRESETS, TOLD, with_preset
+from specbranch.lab.bench.methods import OTHER_ENGINES, listed
+from specbranch.lab.bench.presets import DEFAULTS, PRESET_HELP, PRESETS, with_preset
 from specbranch.lab.bench.results import BASELINE
 from specbranch.lab.suites.suite import ALL_SHIPPED, SUITES
 from specbranch.pairs import DEFAULT_PAIR
 
 if TYPE_CHECKING:
-    from specbranch.lab.bench.load import LoadRow
     from specbranch.lab.bench.order import BenchOrder
+    from specbranch.lab.bench.under_load import LoadRow
 
 OUT = Path("bench-results")
 # What `tune` shares.
-PROFILES = [(name, "shipped; `specbranch profile` measures one of your own") for name in shipped_profiles()]
+PROFILES = [(name, "shipped; `specbranch profile` measures your own") for name in shipped_profiles()]
 DATA = {"type": click.Path(path_type=Path), "metavar": "DIR", "help": "Folder of the public suites [$SPECBRANCH_DATA]."}
 PROMPTS = {
     "multiple": True,
     "type": click.Path(path_type=Path),
     "metavar": "FILE",
-    "help": "A file of prompts in Spec-Bench's format; may be repeated.",
+    "help": "File of prompts in Spec-Bench's format; may be repeated.",
 }
 WEIGHTS_OPTION: dict[str, Any] = {
     "metavar": "TYPE",
-    "help": "How the target's matrices are stored: float32, bfloat16, int8, int4 or stored [stored if its file is a "
-    "quantised GGUF and it runs on a CPU].",
+    "help": "Storage type of the target's weight matrices: float32, bfloat16, int8, int4 or stored "
+    "[stored for a quantised GGUF on a CPU].",
 }
 DRAFT_WEIGHTS_OPTION: dict[str, Any] = {
     "metavar": "TYPE",
-    "help": "How the draft's matrices are stored, likewise [as in its file if that is int8].",
+    "help": "Storage type of the draft's weight matrices, likewise [as in its file if that is int8].",
 }
-TARGET_OPTION: dict[str, Any] = {"metavar": "MODEL", "help": "Target, instead of a pair."}
-DRAFT_OPTION: dict[str, Any] = {"metavar": "MODEL", "help": "Draft, beside --target."}
+TARGET_OPTION: dict[str, Any] = {"metavar": "MODEL", "help": "Target model, instead of a pair."}
+DRAFT_OPTION: dict[str, Any] = {"metavar": "MODEL", "help": "Draft model for --target."}
 TARGET_SHAPE_OPTION: dict[str, Any] = {
     "metavar": "SHAPE",
-    "help": "Run the target in a larger model's shape, see `inflate`: 7b, hidden=64,layers=3, 7b,layers=40; own: as "
-    "it is [own].",
+    "help": "Run the target in the shape of a larger model, see `inflate`. Examples: 7b; "
+    "hidden=64,layers=3; 7b,layers=40. own keeps its shape [own].",
 }
-DRAFT_SHAPE_OPTION: dict[str, Any] = {"metavar": "SHAPE", "help": "The same for the draft."}
+DRAFT_SHAPE_OPTION: dict[str, Any] = {
+    "metavar": "SHAPE",
+    "help": "Run the draft in the shape of a larger model, likewise [own].",
+}
 CACHE_OPTION: dict[str, Any] = {
     "metavar": "TYPE",
-    "help": "What keys and values are stored in, on a CPU: float32, bfloat16 or int8 [float32].",
+    "help": "Storage type of the KV cache on a CPU: float32, bfloat16 or int8 [float32].",
 }
 _what, _models, _how, _where = (options_of(title) for title in ("What to run", "Models", "How", "Where"))
 
@@ -70,130 +76,145 @@ def bench() -> None:
 @bench.command(
     cls=SectionedCommand,
     tables={
-        "Presets": TOLD,
+        "Presets": PRESET_HELP,
         "Suites": list(SUITES.items()),
         **TABLES,
-        "Methods from outside": list(OUTSIDE.items()),
+        "Methods of other engines": list(OTHER_ENGINES.items()),
         "Profiles (--clock)": PROFILES,
     },
 )
-@_what("--preset", type=click.Choice(sorted(PRESETS)), help="A set of the options below; what is given besides wins.")
+@_what(
+    "--preset",
+    type=click.Choice(sorted(PRESETS)),
+    help="Preset of the options below; options on the command line override it.",
+)
 @_what("--pair", multiple=True, metavar="NAME", help=f"Pair to run; may be repeated [{DEFAULT_PAIR}].")
 @_what("--target", **TARGET_OPTION)
 @_what("--draft", **DRAFT_OPTION)
 @_what(
     "--methods",
     metavar="A,B,…",
-    help="Methods, see below, or METHOD:POLICY for another policy than its own, such as specbranch:confidence; plain "
-    "decoding always runs too [all of this engine but tree and auto]. Variants: -PART leaves a part out "
-    "(specbranch-trees), @SETTING=VALUE sets something else than was tuned (specbranch:paper@stop_below=0.2).",
+    help="Methods, see below. METHOD:POLICY takes another policy (specbranch:confidence). METHOD-PART "
+    "switches a part off (specbranch-trees). METHOD@SETTING=VALUE overrides a tuned setting "
+    f"(specbranch:paper@stop_below=0.2). Plain decoding always runs too [{DEFAULTS['methods']}].",
 )
 @_what(
     "--suites",
     multiple=True,
     metavar="NAME",
-    help=f"Suite, see below; may be repeated, or several with commas [{ALL_SHIPPED}].",
+    help=f"Suite, see below; may be repeated, or several names with commas [{ALL_SHIPPED}].",
 )
 @_what("--prompts", **PROMPTS)
-@_what("--limit", type=int, metavar="N", help="Only the first N prompts of each suite.")
-@_what("--max-tokens", type=click.IntRange(min=2), metavar="N", help="Longest answer [128].")
+@_what("--limit", type=int, metavar="N", help="Use only the first N prompts of each suite.")
+@_what("--max-tokens", type=click.IntRange(min=2), metavar="N", help="Maximum number of tokens in an answer [128].")
 @_what(
     "--context",
     type=click.IntRange(min=1),
     multiple=True,
     metavar="N",
-    help="Put text of ours before each prompt, so that prompt and answer have about N tokens; may be repeated "
-    "[prompts as they are].",
+    help="Insert filler text before each prompt, so that prompt and answer have about N tokens; may be "
+    "repeated [no filler].",
 )
 @_what(
-    "--temperature", "temperatures", type=float, multiple=True, metavar="T", help="Temperature; may be repeated [0]."
+    "--temperature",
+    "temperatures",
+    type=float,
+    multiple=True,
+    metavar="T",
+    help="Sampling temperature; may be repeated [0].",
 )
 @_models("--target-shape", **TARGET_SHAPE_OPTION)
 @_models("--draft-shape", **DRAFT_SHAPE_OPTION)
-@_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
+@_models("--device", metavar="DEVICE", help="Device of the target: cpu, cuda, cuda:1 … [a GPU if there is one].")
 @_models("--draft-device", metavar="DEVICE", help="Device of the draft [the target's].")
 @_models("--weights", **WEIGHTS_OPTION)
 @_models("--draft-weights", **DRAFT_WEIGHTS_OPTION)
 @_models("--cache-dtype", **CACHE_OPTION)
-@_models("--executor", metavar="NAME", help=f"{', '.join(get_args(ExecutorName))}: how draft and target run [serial].")
+@_models("--executor", metavar="NAME", help=f"How draft and target run: {', '.join(get_args(ExecutorName))} [serial].")
 @_how(
     "--clock",
     multiple=True,
     metavar="PROFILE",
-    help="Charge time by a profile (name or file) instead of measuring it; may be repeated.",
+    help="Cost profile (a name or a file) that models time, instead of measuring it; may be repeated.",
 )
 @_how(
     "--repeats",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Times each prompt is measured [1; a modelled clock needs no more].",
+    help="Number of measurements of each prompt [1; a modelled clock needs no more].",
 )
 @_how(
     "--tune/--no-tune",
     default=None,
     help="Tune each method on the shipped prompts first, once per pair and clock [tune].",
 )
-@_how("--trials", type=click.IntRange(min=1), metavar="N", help="Settings tried of a method with several to set [40].")
+@_how(
+    "--trials",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of settings to try of a method with several knobs [40].",
+)
 @_how(
     "--tuning-prompts",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Prompts of each shipped suite to tune on, the last ones [4].",
+    help="Number of prompts of each shipped suite to tune on, taken from its end [4].",
 )
 @_how(
     "--outside-limit",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Prompts of each suite for methods from outside [all].",
+    help="Number of prompts of each suite for methods of other engines [all].",
 )
 @_how(
-    "--timeline/--no-timeline", default=None, help="Draw one answer of specbranch and of pearl, by the wall clock [no]."
+    "--timeline/--no-timeline",
+    default=None,
+    help="Draw a timeline of one answer of specbranch and one of pearl, by the wall clock [no].",
 )
 @_how(
     "--profile",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="For the wall clock: the profile of this machine to tune by [measured first, and kept in DIR].",
+    help="Profile of this machine to tune by, for the wall clock [measured first and saved in DIR].",
 )
 @_how(
     "--config",
     "configs",
     multiple=True,
     metavar="JSON",
-    help='Run this setting too: \'{"method": "pearl", "num_speculative_tokens": 8}\'.',
+    help='Run this setting as well: \'{"method": "pearl", "num_speculative_tokens": 8}\'.',
 )
 @_how(
     "--predictor",
     metavar="DIR",
-    help="H-RAD for policy paper, as `specbranch train-predictor` writes it [the pair's own].",
+    help="Output folder of `specbranch train-predictor`, for policy paper [the pair's own].",
 )
 @_how(
     "--experience",
     "keep_experience",
     is_flag=True,
-    help="By the wall clock: let planned methods take up what was learned of the pair on this machine, and add to "
-    "it [they begin anew].",
+    help="By the wall clock, planned methods start with what earlier runs learned about the pair on "
+    "this machine, and add to it [they start from nothing].",
 )
-@_how("--force-profile", is_flag=True, help="Take a profile although it was measured with another pair.")
-@_how("--seed", type=int, default=0, metavar="N", help="Every prompt gets a seed of its own, made from this one [0].")
+@_how("--force-profile", is_flag=True, help="Use a profile even if it was measured with another pair.")
+@_how("--seed", type=int, default=0, metavar="N", help="Seed from which each prompt gets a seed of its own [0].")
 @_where("--data", **DATA)
-@_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Where records are kept [the cache folder].")
+@_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the records [the cache folder].")
 @_where(
     "--texts",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="With --clock: take what another target said, kept in DIR by --records, for what this one says [its own].",
+    help="With --clock, replay the texts that another target recorded in DIR, its --records [the target's own texts].",
 )
 @_where(
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Folder of the results; the same command goes on in it [bench-results].",
+    help="Folder of the results; the same command resumes in it [bench-results].",
 )
-@click.option("--quiet", is_flag=True, help="No table, only the last line.")
+@click.option("--quiet", is_flag=True, help="Print no table, only the last line.")
 def run(**given: Any) -> None:
-    """Run methods on prompts and report tokens a second, speedup over plain decoding, and whether every text was the
-    same.
+    """Run methods on prompts; report tokens per second, speedup over plain decoding, and whether all texts are equal.
 
     \b
     specbranch bench run --preset quick
@@ -201,22 +222,23 @@ def run(**given: Any) -> None:
     specbranch bench run --pair smollm2-weak --pair smollm2-strong --clock c10 --clock h200-1b-8b
     specbranch bench run --preset gpu-core --pair smollm2-weak --out gpu
 
-    By the wall clock all methods take turns on each prompt. With --clock decisions are real and time is modelled: the
-    target's text is recorded once, and methods are replayed from the record. Writes DIR/results.json, results.csv and
-    report.html. Interrupted, the same command goes on: with --clock it comes to the very rows of a run in one go; by
-    the wall clock specbranch, tree and auto begin to learn anew. Other commands may add pairs, methods and prompts to
-    the same DIR. The last line on standard output is JSON.
+    By the wall clock, the methods take turns on each prompt. With --clock, decisions are real and time is modelled: the
+    target's text is recorded once, and every method is replayed from the record.
 
-    A pair in larger shapes (--target-shape, --draft-shape) is tuned as it is, by the costs of the larger one, on the
-    same device.
+    The command writes DIR/results.json, results.csv and report.html; its last line on standard output is JSON. After an
+    interruption the same command resumes. With --clock the rows are then those of an uninterrupted run; by the wall
+    clock specbranch, tree and auto learn anew. Other commands may add pairs, methods and prompts to the same DIR.
+
+    A pair in larger shapes (--target-shape, --draft-shape) is tuned in its own shape, with the costs of the larger one,
+    on the same device.
     """
     from specbranch.cli.progress import counted, pulled
-    from specbranch.lab.bench.job import Telling, run_bench
+    from specbranch.lab.bench.job import Reporter, run_bench
     from specbranch.lab.bench.table import show
 
     order = _order(with_preset(given), context_is_given=bool(given["context"]))
     with counted() as progress:
-        results = run_bench(order, Telling(progress, partial(click.echo, err=True), pulled))
+        results = run_bench(order, Reporter(progress, partial(click.echo, err=True), pulled))
     if not given["quiet"]:
         show(results)
         click.echo(f"\nWritten: {order.out / 'results.json'}, results.csv, report.html")
@@ -229,35 +251,53 @@ def run(**given: Any) -> None:
 @_what("--pair", metavar="NAME", help=f"Pair to run [{DEFAULT_PAIR}].")
 @_what("--target", **TARGET_OPTION)
 @_what("--draft", **DRAFT_OPTION)
-@_what("--methods", metavar="A,B,…", default="specbranch", help="Methods; plain decoding always runs too [specbranch].")
-@_what("--at-once", metavar="N,N,…", default="1,2,4,8,16,32", help="Requests at once [1,2,4,8,16,32].")
+@_what(
+    "--methods",
+    metavar="A,B,…",
+    default="specbranch",
+    help="Methods to compare; plain decoding always runs too [specbranch].",
+)
+@_what(
+    "--at-once",
+    metavar="N,N,…",
+    default="1,2,4,8,16,32",
+    help="Numbers of requests in flight, i.e. batch sizes [1,2,4,8,16,32].",
+)
 @_what("--suites", multiple=True, metavar="NAME", help=f"Suite, see below; may be repeated [{ALL_SHIPPED}].")
 @_what("--prompts", **PROMPTS)
-@_what("--limit", type=click.IntRange(min=1), default=4, metavar="N", help="Prompts of each suite [4].")
-@_what("--max-tokens", type=click.IntRange(min=2), default=96, metavar="N", help="Longest answer [96].")
+@_what("--limit", type=click.IntRange(min=1), default=4, metavar="N", help="Number of prompts of each suite [4].")
+@_what(
+    "--max-tokens",
+    type=click.IntRange(min=2),
+    default=96,
+    metavar="N",
+    help="Maximum number of tokens in an answer [96].",
+)
 @_models("--target-shape", **TARGET_SHAPE_OPTION)
 @_models("--draft-shape", **DRAFT_SHAPE_OPTION)
-@_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
+@_models("--device", metavar="DEVICE", help="Device of the target: cpu, cuda, cuda:1 … [a GPU if there is one].")
 @_models("--weights", **WEIGHTS_OPTION)
 @_models("--cache-dtype", **CACHE_OPTION)
-@_models("--executor", metavar="NAME", help=f"{', '.join(get_args(ExecutorName))}: how draft and target run [serial].")
+@_models("--executor", metavar="NAME", help=f"How draft and target run: {', '.join(get_args(ExecutorName))} [serial].")
 @_how(
     "--clock",
     multiple=True,
     metavar="PROFILE",
-    help="Charge time by this profile instead of measuring it; may be repeated.",
+    help="Cost profile (a name or a file) that models time, instead of measuring it; may be repeated.",
 )
 @_how(
-    "--repeats", type=click.IntRange(min=1), default=3, metavar="N", help="By the wall clock: turns of each method [3]."
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=3,
+    metavar="N",
+    help="Number of measurements of each method, by the wall clock [3].",
 )
 @_where("--data", **DATA)
-@_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Where records are kept [the cache folder].")
-@_where(
-    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Write load.json and a picture for each clock there."
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the records [the cache folder].")
+@_where("--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder for load.json and a chart per clock.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def load(**given: Any) -> None:
-    """Decode many requests at once and report tokens a second of all together, over plain decoding's.
+    """Decode many requests at once; report their throughput, and its ratio to plain decoding.
 
     \b
     specbranch bench load --at-once 1,4,16
@@ -265,9 +305,9 @@ def load(**given: Any) -> None:
     specbranch bench load --pair smollm2-weak --clock h200-68m-7b --methods specbranch,tree,speculative --out load
     specbranch bench load --target-shape 8b --draft-shape 1b --device cuda --at-once 1,4,16,64
 
-    So many requests are answered at a time, and where one ends the next begins. By the wall clock methods take turns,
-    after one that is not counted, and prompts are read. With --clock decisions are real and time is modelled, as in
-    `bench run --clock`: the target's answers are recorded once and decoded again; reading prompts takes no time then.
+    N requests are in flight at a time; when one ends, the next starts. By the wall clock, the methods take turns, the
+    first turn is not counted, and prompts are prefilled. With --clock, decisions are real and time is modelled, as in
+    `bench run --clock`: the target's answers are recorded once and replayed. Prefill then takes no time.
     """
     rows = _loaded(given)
     if given["out"] is not None:
@@ -279,10 +319,10 @@ def load(**given: Any) -> None:
 def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     from specbranch.cli.progress import counted, pulled
     from specbranch.lab.bench.clocks import named_clocks
-    from specbranch.lab.bench.lab import Lab, Workload
-    from specbranch.lab.bench.load import run_by_wall, run_load
     from specbranch.lab.bench.methods import chosen_methods
-    from specbranch.lab.bench.subjects import PairOrder, Running, make_subject
+    from specbranch.lab.bench.pair_setup import PairOrder, Running, make_subject
+    from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
+    from specbranch.lab.bench.under_load import run_by_wall, run_load
     from specbranch.lab.suites.suite import load_suites
 
     clocks, counts = named_clocks(given["clock"]), _counts(given["at_once"])
@@ -291,7 +331,7 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
         named["pair"] = named["pair"] or DEFAULT_PAIR
     order = PairOrder(**named)
     methods = [name for name in chosen_methods(listed(given["methods"]), order.has_draft) if name != BASELINE]
-    if outside := [name for name in methods if name in OUTSIDE]:
+    if outside := [name for name in methods if name in OTHER_ENGINES]:
         raise BadParameter(f"{outside[0]} is no method of this engine, which `bench load` compares. Leave it out.")
     names = [name for one in given["suites"] for name in listed(one)]
     names = names or ([] if given["prompts"] else [ALL_SHIPPED])
@@ -303,10 +343,12 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     with TemporaryDirectory() as recipes, counted() as progress:
         subject = make_subject(order, running, Path(recipes))
         target, draft, title = subject.target, subject.draft, subject.title
-        with Lab(target=target, draft=draft, title=title, folder=given["records"], running=running) as lab:
+        with RecordedPair(
+            target=target, draft=draft, title=title, folder=given["records"], running=running
+        ) as recorded:
             if given["clock"]:
-                return run_load(lab, suites, workload, methods, clocks, counts, progress)
-            return run_by_wall(lab, suites, workload, methods, counts, given["repeats"], progress)
+                return run_load(recorded, suites, workload, methods, clocks, counts, progress)
+            return run_by_wall(recorded, suites, workload, methods, counts, given["repeats"], progress)
 
 
 def _counts(text: str) -> list[int]:
@@ -320,14 +362,14 @@ def _counts(text: str) -> list[int]:
 
 
 def _load_table(rows: list[LoadRow]) -> list[str]:
-    from specbranch.lab.bench.load import table
+    from specbranch.lab.bench.under_load import table
 
     return table(rows)
 
 
 def _write_load(rows: list[LoadRow], out: Path) -> None:
     from specbranch.files import write_whole
-    from specbranch.lab.bench.load import picture
+    from specbranch.lab.bench.under_load import picture
 
     write_whole(out / "load.json", json.dumps({"rows": [row.to_dict() for row in rows]}, indent=2) + "\n")
     for clock in dict.fromkeys(row.clock for row in rows):
@@ -337,9 +379,9 @@ def _write_load(rows: list[LoadRow], out: Path) -> None:
 @bench.command("compare")
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare_results(before: Path, after: Path, as_json: bool) -> None:
-    """Say what changed from one results.json to another, and whether beyond the noise."""
+    """Report what changed from one results.json to another, and whether the change exceeds the noise."""
     from specbranch.lab.bench.compare import compare
     from specbranch.lab.bench.results import Results
 
@@ -352,9 +394,8 @@ def _file(path: Path) -> Path:
 
 
 def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
-    """Translate options into an order; what is wrong with them is told in the order in which it is looked at."""
+    """Translate options into an order; errors are reported in the order of these checks."""
     from specbranch.lab.bench.clocks import named_clocks
-    from specbranch.lab.bench.lab import Workload
     from specbranch.lab.bench.order import (
         BenchOrder,
         checked_methods,
@@ -363,6 +404,7 @@ def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
         chosen_pairs,
         given_settings,
     )
+    from specbranch.lab.bench.recorded_pair import Workload
 
     def same(*names: str) -> dict[str, Any]:
         return {name: wanted[name] for name in names if wanted[name] is not None}

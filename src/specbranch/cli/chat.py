@@ -1,7 +1,7 @@
 """`specbranch chat`: a conversation on the terminal.
 
-Owns what of the conversation the model still sees. Invariant: a question that is refused or cut short leaves it as it
-was.
+Owns the part of the conversation that the model still sees. Invariant: a refused or interrupted question leaves it
+unchanged.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ _option = options_of("Conversation")
 
 
 class Conversation:
-    """What was said so far: perhaps a system message, then questions with their answers."""
+    """The conversation so far: an optional system message, then questions with their answers."""
 
     def __init__(self, system: str | None) -> None:
         self._opening = [_message("system", system)] if system else []
         self._turns: list[tuple[Turn, Turn]] = []
 
     def asking(self, question: str, fits: Callable[[list[Turn]], bool]) -> tuple[list[Turn], int]:
-        """Return the messages that end with a question, and how many of the oldest turns are left out so that they
-        fit."""
+        """Return the messages that end with a question, and the number of oldest turns left out so that they fit."""
         for left_out in range(len(self._turns) + 1):
             said = [message for turn in self._turns[left_out:] for message in turn]
             messages = [*self._opening, *said, _message("user", question)]
@@ -44,18 +43,18 @@ class Conversation:
         return messages, left_out
 
     def add(self, question: str, answer: str, left_out: int) -> None:
-        """Note an answer; the turns left out for it are gone."""
+        """Add an answer; the turns left out for it are dropped."""
         self._turns = [*self._turns[left_out:], (_message("user", question), _message("assistant", answer))]
 
 
 @click.command(cls=SectionedCommand, tables=TABLES)
-@_option("--system", type=text, metavar="TEXT", help="What the model is told before the conversation.")
+@_option("--system", type=text, metavar="TEXT", help="System message at the start of the conversation.")
 @_option("--colour/--no-colour", default=None, help="Colour tokens by origin [on a terminal].")
 @with_options(ANSWERING)
 def chat(system: str | None, colour: bool | None, **given: Any) -> None:
     """Talk with the model. An empty line or Ctrl-D ends the conversation; Ctrl-C ends an answer.
 
-    When the context is full the oldest turns are left out; what --system says stays.
+    When the context is full, the oldest turns are dropped; the --system message stays.
     """
     params, conversation = sampling_params(given), Conversation(system)
     with load_llm(given) as llm:
@@ -78,7 +77,7 @@ def _turn(llm: LLM, conversation: Conversation, question: str, params: SamplingP
 
 
 def _fits(llm: LLM, params: SamplingParams) -> Callable[[list[Turn]], bool]:
-    """Whether messages leave room for an answer: all that it may have, but no more than a quarter of the context."""
+    """Return a check that messages leave space for an answer: max_tokens, but at most a quarter of the context."""
     room = min(params.max_tokens, max(llm.context_length // 4, 1))
     return lambda messages: len(llm.tokenizer.chat(messages)) + room <= llm.context_length
 

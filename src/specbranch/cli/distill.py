@@ -1,4 +1,4 @@
-"""`specbranch distill`: a draft for a target, made from nothing but the target."""
+"""`specbranch distill`: a draft for a target, trained on the target's own text."""
 
 from __future__ import annotations
 
@@ -18,68 +18,73 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
 
 @click.command(cls=SectionedCommand)
 @_model(
-    "--target", required=True, metavar="MODEL", help="Target model: a folder, a .gguf file, a Hub id, or a known name."
+    "--target", required=True, metavar="MODEL", help="Target model: a folder, a .gguf file, a Hub id or a known name."
 )
 @_model(
     "--layers",
     type=int,
     required=True,
     metavar="N",
-    help="Layers of the draft; it starts from as many of the target's, at equal distances.",
+    help="Number of layers of the draft; it starts from as many layers of the target, evenly spaced.",
 )
 @_model(
     "--start",
     metavar="I,J,…",
-    help="Start from these of the target's layers instead, numbered from 0; as many as --layers.",
+    help="Layers of the target to start from instead, numbered from 0; as many as --layers.",
 )
-@_model("--out", type=PATH, required=True, metavar="DIR", help="Folder of the draft.")
+@_model("--out", type=PATH, required=True, metavar="DIR", help="Folder for the draft.")
 @_model(
     "--head-tokens",
     type=int,
     metavar="K",
-    help="Let the draft propose only the K tokens the target writes most often [all].",
+    help="Reduce the draft's output head to the K tokens that the target writes most often [all].",
 )
 @_model(
     "--storage",
     type=click.Choice(["bfloat16", "int8"]),
     default="bfloat16",
-    help="How its weights are stored [bfloat16].",
+    help="Storage type of the draft's weights [bfloat16].",
 )
-@_model("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
+@_model("--device", metavar="DEVICE", help="Device: cpu, cuda, cuda:1 … [a GPU if there is one].")
 @with_options(
-    writing_options(120, 1024, "Train on what an earlier run wrote (a file, or a folder of them); nothing is written.")
+    writing_options(120, 1024, "Train on text that an earlier run wrote (a file, or a folder of files); write nothing.")
 )
 @_writing(
     "--only-write",
     is_flag=True,
-    help="Stop when the material is written; train on it later with --resume or --material.",
+    help="Stop after writing; train later with --resume or --material.",
 )
-@_training(
-    "--seconds-training", type=float, metavar="S", help="How long the draft is trained, 20 steps at the least [300]."
-)
+@_training("--seconds-training", type=float, metavar="S", help="Seconds of training, at least 20 steps [300].")
 @_training("--steps", type=int, metavar="N", help="Train for N steps instead.")
-@_training("--learning-rate", type=float, default=6e-4, metavar="X", help="Highest learning rate [0.0006].")
+@_training("--learning-rate", type=float, default=6e-4, metavar="X", help="Peak learning rate [0.0006].")
 @_training(
-    "--rows", type=int, metavar="N", help="Rows of a step; halved at a time if memory is short [64 on a GPU, else 8]."
+    "--rows",
+    type=int,
+    metavar="N",
+    help="Batch size of a training step; halved while memory is short [64 on a GPU, else 8].",
 )
 @_training(
-    "--length", type=int, default=1024, metavar="N", help="Tokens of a row, packed with whole conversations [1024]."
+    "--length",
+    type=int,
+    default=1024,
+    metavar="N",
+    help="Number of tokens in a row, packed with whole conversations [1024].",
 )
-@_training("--checkpoint-seconds", type=float, default=60.0, metavar="S", help="Time between two checkpoints [60].")
-@click.option("--resume", is_flag=True, help="Go on with the run in DIR, wherever it was stopped.")
+@_training("--checkpoint-seconds", type=float, default=60.0, metavar="S", help="Seconds between two checkpoints [60].")
+@click.option("--resume", is_flag=True, help="Resume the run in DIR, wherever it stopped.")
 @click.option("--seed", type=int, default=0, metavar="N", help="Seed of writing and training [0].")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: top1, top3, divergence, steps, tokens …")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: top1, top3, divergence, steps, tokens …")
 def distill(as_json: bool, start: str | None, data: Path | None, **given: Any) -> None:
-    """Make a draft for a target. No data set is needed: the target invents questions and answers them, and the draft
-    learns from that.
+    """Train a draft for a target. No data set is needed: the target writes questions and answers, and the draft learns
+    from them.
 
     \b
     specbranch distill --target smollm2-135m --layers 4 --out my-draft
     specbranch distill --target BIG --layers 4 --head-tokens 8192 --out my-draft --resume
 
-    The draft shares the target's embedding and output head; only its own layers are stored. Killed at any moment, the
-    same command with --resume goes on. DIR/training holds the material, checkpoints, metrics.jsonl and a picture; it
-    may be deleted afterwards.
+    The draft shares the target's embedding and output head, and stores only its own layers. If the command is killed,
+    the same command with --resume continues. DIR/training holds the training text, checkpoints, metrics.jsonl and a
+    chart; you may delete it afterwards.
     """
     from specbranch.cli.generate import read_prompts
     from specbranch.cli.progress import counted, pulled

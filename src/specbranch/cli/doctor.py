@@ -1,4 +1,4 @@
-"""`specbranch doctor`: is all well here, and what is to be gained?"""
+"""`specbranch doctor`: a check of the installation and a pair, and the speedup to expect."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ FINDING_COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
     "--executor",
     type=click.Choice(get_args(ExecutorName)),
     default="serial",
-    help="How the models would be run: taking turns, side by side in two processes, or on streams [serial].",
+    help="How the models would run: in turn, in parallel processes, or on streams of a GPU [serial].",
 )
 @click.option("--colour/--no-colour", default=None, help="Colour the findings [on a terminal].")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: well, findings, predictions, best.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: well, findings, predictions, best.")
 def doctor(executor: ExecutorName, colour: bool | None, as_json: bool, **given: Any) -> None:
-    """Check this installation and a pair in plain words, and predict the gain of each method.
+    """Check this installation and a pair, and predict the speedup of each method.
 
-    Looks at versions, processor, kernels, memory, disk and models; has the target answer three prompts, compares the
-    draft with it, times both, and decodes the answers again by each method with modelled time. Fetches nothing. Takes
-    less than a minute on two cores; ends with 1 if there is a problem.
+    It checks versions, processor, kernels, memory, disk and models. The target answers three prompts. The command
+    compares the draft with the target, times both, and replays the answers with each method in modelled time. It
+    fetches nothing, takes less than a minute on two cores, and exits with 1 if there is a problem.
     """
     from specbranch.cli.profile import pair_choices
     from specbranch.cli.progress import counted
@@ -73,6 +73,6 @@ def _table(predictions: Sequence[Prediction]) -> list[str]:
     lines = ["", "Predicted speed-up over plain decoding (three prompts, modelled from what was measured):"]
     for one in sorted(predictions, key=lambda one: -one.speedup):
         length = one.setting.get("num_speculative_tokens")
-        told = f"  {one.method:16} {one.speedup:5.2f}   {one.tokens_per_forward or 0:4.2f} tokens a forward"
-        lines.append(f"{told}   drafts of {length}" if length else told)
+        figures = f"  {one.method:16} {one.speedup:5.2f}   {one.tokens_per_forward or 0:4.2f} tokens a forward"
+        lines.append(f"{figures}   drafts of {length}" if length else figures)
     return lines

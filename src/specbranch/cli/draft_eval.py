@@ -1,4 +1,4 @@
-"""`specbranch draft-eval`: does a draft fit a target, and is it cheap enough?"""
+"""`specbranch draft-eval`: how well a draft agrees with a target, and what it costs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,25 @@ if TYPE_CHECKING:
 
 @click.command("draft-eval", cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
 @with_options(PAIR, TARGET, DRAFT)
-@click.option("--prompts", type=PATH, required=True, metavar="FILE", help="Prompts, as for generate --file.")
+@click.option(
+    "--prompts", type=PATH, required=True, metavar="FILE", help="File of prompts, in the format of generate --file."
+)
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=128, metavar="N", help="Longest answer of the target [128]."
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=128,
+    metavar="N",
+    help="Maximum number of tokens in an answer of the target [128].",
 )
-@click.option("--raw", is_flag=True, help="Give the prompts to the target as they are, without its chat template.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: top1, top3, expected_length, c …")
+@click.option("--raw", is_flag=True, help="Pass the prompts to the target without its chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: top1, top3, expected_length, c …")
 def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_json: bool, **given: Any) -> None:
-    """Measure how well a draft agrees with a target on the target's own greedy answers, and what a draft step costs
-    here.
+    """Measure how well a draft agrees with a target's own greedy answers, and what a draft step costs here.
 
-    top1 is the share of tokens that are the draft's first choice, top3 that are among its first three; the expected
-    accepted length tells how many tokens of a draft of 1 to 10 would be accepted; c is the cost of a target forward
-    over one token in draft steps, each with the choice of its token.
+    top1 is the share of tokens that are the draft's first choice; top3 counts its first three choices. The expected
+    acceptance length says how many tokens of a draft of 1 to 10 tokens would be accepted. c is the cost of a target
+    forward over one token in draft steps; both include the choice of the next token.
     """
     from specbranch.assembly import common_vocabulary, make_drafter
     from specbranch.cli.generate import read_prompts

@@ -32,12 +32,16 @@ _option = options_of("Prompts and output")
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help='Prompts from a file: one a line; in a .jsonl file JSON lines (a text, {"prompt": …} or {"turns": [ … ]}).',
+    help="File of prompts, one per line. A .jsonl file holds one JSON value per line: a text, "
+    '{"prompt": …} or {"turns": [ … ]}.',
 )
 @chat_option("Prompts and output")
-@_option("--n", type=int, metavar="N", help="Samples a prompt [1].")
+@_option("--n", type=int, metavar="N", help="Number of samples per prompt [1].")
 @_option(
-    "--json", "as_json", is_flag=True, help="One JSON object a prompt: text, token_ids, finish_reason, method, stats …"
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object per prompt: text, token_ids, finish_reason, method, stats …",
 )
 @_option("--colour/--no-colour", default=None, help="Colour tokens by origin [on a terminal].")
 @_option(
@@ -45,7 +49,7 @@ _option = options_of("Prompts and output")
     "trace_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write a timeline: .json for chrome://tracing, .jsonl for lines.",
+    help="Write a timeline to FILE: .json for chrome://tracing, .jsonl for one event per line.",
 )
 @with_options(ANSWERING)
 def generate(
@@ -66,8 +70,8 @@ def generate(
     specbranch generate --file prompts.txt --json > answers.jsonl
     specbranch verify answers.jsonl
 
-    On a terminal tokens are coloured: plain for the target's own, green for accepted draft tokens, magenta for branch
-    hits.
+    On a terminal, colours show where a token comes from: plain is the target's own, green an accepted draft token,
+    magenta a branch hit.
     """
     from specbranch.cli.progress import tracked
 

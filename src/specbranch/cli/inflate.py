@@ -1,4 +1,4 @@
-"""`specbranch inflate`: a small model in the shape of a larger one, for benches where no large weights are at hand."""
+"""`specbranch inflate`: a small model in the shape of a larger one, for benchmarks without large weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = tuple(Shape.__dataclass_fields__)
 SHAPE_TABLE = [
     (
         name,
-        f"{s.hidden} hidden, {s.layers} layers, {s.heads} heads ({s.kv_heads} of keys) of {s.head_dim}, "
+        f"{s.hidden} hidden, {s.layers} layers, {s.heads} heads ({s.kv_heads} KV) of {s.head_dim}, "
         f"{s.intermediate} neurons, {s.vocabulary} tokens",
     )
     for name, s in SHAPES.items()
@@ -29,44 +29,47 @@ _shape, _check = options_of("Shape"), options_of("Check")
 
 @click.command(cls=SectionedCommand, tables={"Shapes": SHAPE_TABLE})
 @click.argument("model")
-@click.option("--out", type=PATH, required=True, metavar="DIR", help="Folder of the recipe.")
+@click.option("--out", type=PATH, required=True, metavar="DIR", help="Folder for the recipe.")
 @click.option(
     "--target",
     metavar="MODEL",
-    help="Of a draft made by `distill`: its target, as it is, not inflated [the one it names].",
+    help="Target of a draft made by `distill`, not inflated [the one that the draft names].",
 )
-@click.option("--seed", type=int, default=0, metavar="N", help="Seed of the numbers that nobody reads [0].")
-@_shape("--shape", metavar="NAME", help="A shape by name, see below [the model's own].")
+@click.option("--seed", type=int, default=0, metavar="N", help="Seed of the added random weights [0].")
+@_shape("--shape", metavar="NAME", help="Name of a shape, see below [the model's own].")
 @_shape("--hidden", type=int, metavar="N", help="Width of the residual stream, instead of the shape's.")
-@_shape("--layers", type=int, metavar="N", help="Layers; those beyond the model's add nothing.")
-@_shape("--heads", type=int, metavar="N", help="Query heads.")
-@_shape("--kv-heads", type=int, metavar="N", help="Key and value heads.")
-@_shape("--head-dim", type=int, metavar="N", help="Dimensions of a head, a multiple of the model's.")
-@_shape("--intermediate", type=int, metavar="N", help="Neurons of a layer.")
-@_shape("--vocabulary", type=int, metavar="N", help="Rows of the output head; never fewer than the model scores.")
-@_check("--device", metavar="DEVICE", help="Where both are compared: cpu, cuda, cuda:1 … [a GPU if there is one]")
+@_shape("--layers", type=int, metavar="N", help="Number of layers; the added ones contribute nothing.")
+@_shape("--heads", type=int, metavar="N", help="Number of query heads.")
+@_shape("--kv-heads", type=int, metavar="N", help="Number of key/value heads.")
+@_shape("--head-dim", type=int, metavar="N", help="Dimension of a head, a multiple of the model's.")
+@_shape("--intermediate", type=int, metavar="N", help="Number of neurons in an MLP.")
+@_shape("--vocabulary", type=int, metavar="N", help="Rows of the output head, at least as many as the model scores.")
+@_check("--device", metavar="DEVICE", help="Device of the comparison: cpu, cuda, cuda:1 … [a GPU if there is one].")
 @_check(
     "--dtype",
     metavar="TYPE",
-    help="Compares in float64, float32, bfloat16 or float16 [float32 on a CPU, else bfloat16].",
+    help="Precision of the comparison: float64, float32, bfloat16 or float16 [float32 on a CPU, else bfloat16].",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: the recipe, head_rows, parameters, checked …")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object: the recipe, head_rows, parameters, checked …"
+)
 def inflate(shape: str | None, as_json: bool, **given: Any) -> None:
-    """Put MODEL into the shape of a larger one: it says what it said before, at the cost of the larger one.
+    """Give MODEL the shape of a larger model: its text stays the same, its cost is that of the larger one.
 
     \b
     specbranch inflate smollm2-135m --shape 7b --out smollm2-7b
     specbranch inflate smollm2-weak --shape 68m --out weak-68m
     specbranch generate --target smollm2-7b --draft weak-68m "Once upon a time"
 
-    For benches of speculative decoding without large weights: what draft and target agree on is real, and so is what a
-    step takes. DIR holds a recipe of a few hundred bytes and goes wherever a model is named. The weights are made where
-    the model runs, from MODEL and the seed, and are written nowhere. What is added is random and multiplied by zero at
-    last; tokenizer, context and end tokens stay MODEL's.
+    This is for benchmarks of speculative decoding without large weights. The agreement of draft and target is real,
+    and so is the time of a step. DIR holds a recipe of a few hundred bytes, and stands wherever a model is named.
+    The weights are generated when the model is loaded, from MODEL and the seed, and are never written. Added weights
+    are random, and their output is multiplied by zero. Tokenizer, context length and end tokens are those of MODEL.
 
-    Both are loaded here once, and their logits compared: without agreement nothing is written. A shape must be at least
-    as large as the model in every number but the vocabulary, whose head has the larger number of rows. MODEL may be a
-    draft made by `distill`, or a pair's name for its draft; inflated it has an embedding and a head of its own.
+    The command loads both models once and compares their logits; if they differ, it writes nothing. A shape must be at
+    least as large as MODEL in every size except the vocabulary; the output head gets the larger number of rows. MODEL
+    may be a draft made by `distill`, or a pair's name, which stands for its draft. An inflated draft has an embedding
+    and a head of its own.
     """
     from specbranch.cli.progress import narrated, pulled
     from specbranch.lab.inflation import making as inflation

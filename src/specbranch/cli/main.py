@@ -1,6 +1,7 @@
 """`specbranch`: finds the command, and turns errors into sentences.
 
-Owns the list of commands and the exit codes: 0 done, 1 a check failed, 2 the user can put it right, 130 interrupted.
+Owns the list of commands and the exit codes: 0 done, 1 a check failed, 2 an error that the user can fix, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Lazy(click.Group):
 @click.version_option(__version__, prog_name="specbranch")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error; may stand anywhere.")
 def cli(debug: bool) -> None:
-    """One answer from a large language model, sooner: speculative decoding with branches, lossless.
+    """Lossless speculative decoding with branches: one answer from a large language model, sooner.
 
     \b
     Try:
@@ -74,15 +75,15 @@ def cli(debug: bool) -> None:
       specbranch generate --method specbranch --target BIG --draft SMALL "Once upon a time"
       specbranch models
 
-    Without --pair, --target and --draft the default pair is used: SmolLM2-135M-Instruct, fetched once (93 MB) and kept
-    in the cache folder, and a draft for it that is part of the package.
+    Without --pair, --target and --draft the default pair is used. Its target SmolLM2-135M-Instruct is fetched once
+    (93 MB) into the cache folder; its draft ships with the package.
     """
 
 
 def main() -> None:
     """Run the command line; never returns."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setLevel(logging.WARNING)  # what is told by the way is for progress lines
+    handler.setLevel(logging.WARNING)  # messages below that level go to progress lines
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[handler])
     sys.exit(run(sys.argv[1:]))
 
@@ -112,8 +113,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Take --debug out wherever it stands, so that it need not come before the command; what follows a '--' is no
-    option."""
+    """Remove --debug wherever it stands, so that it need not come before the command; arguments after '--' are no
+    options."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = [argument for argument in arguments[:end] if argument != "--debug"]
     return options + arguments[end:], len(options) < end

@@ -16,16 +16,15 @@ ModelRow = dict[str, Any]
 @click.group(invoke_without_command=True)
 @click.pass_context
 def models(context: click.Context) -> None:
-    """List the models and pairs known by name, or fetch one into the cache folder. Alone it lists them."""
+    """List the models and pairs known by name, or fetch one into the cache folder. Without a command it lists them."""
     if context.invoked_subcommand is None:
         context.invoke(list_models)
 
 
 @models.command("list")
-@click.option("--json", "as_json", is_flag=True, help="One JSON list; `kind` tells models from pairs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list; `kind` distinguishes models and pairs.")
 def list_models(as_json: bool = False) -> None:
-    """Show each known model and pair: size, licence, a draft's layers and how often it agrees with its target, and
-    where it is."""
+    """Show each known model and pair: size, licence, path, and a draft's layers and agreement with its target."""
     from specbranch.models.files import store
 
     known = [_model_row(name, model.size, model.licence, store.installed(name)) for name, model in store.KNOWN.items()]
@@ -44,9 +43,9 @@ def list_models(as_json: bool = False) -> None:
 @models.command()
 @click.argument("name", default=DEFAULT_PAIR)
 def pull(name: str) -> None:
-    """Fetch a model, or the target of a pair, NAME once [smollm2-default]; afterwards it is used offline.
+    """Fetch NAME, a model or the target of a pair [smollm2-default]. Afterwards it works offline.
 
-    An interrupted fetch goes on where it stopped.
+    An interrupted fetch resumes where it stopped.
     """
     from specbranch.cli.progress import pulled
     from specbranch.models.files import store
@@ -88,8 +87,8 @@ def _pair_row(pair: Pair) -> ModelRow:
 def _draft(row: ModelRow) -> str:
     if row["path"] is None:
         return f"a draft that is not here: {row['problem']}"
-    told = ", ".join(
+    shares = ", ".join(
         f"{name} {row[key]:.2f}" for name, key in (("top-1", "top1"), ("top-3", "top3")) if row[key] is not None
     )
-    agreement = f", agreement on held-out text {told}" if told else ""
+    agreement = f", agreement on held-out text {shares}" if shares else ""
     return f"a draft of {row['layers']} layers, {row['megabytes']:.0f} MB{agreement}, in {row['path']}"

@@ -1,7 +1,7 @@
-"""Options that several commands share, and how they become parameters.
+"""Options that several commands share, and their translation into parameters.
 
-Owns names and help of the shared options; a value that was not given is not passed on, so that defaults live in
-`config` alone.
+Owns names and help of the shared options. A value that was not given is not passed on, so that defaults are in `config`
+alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TABLES = {
 
 
 def text(value: str) -> str:
-    """Refuse what the shell passed if it is not valid UTF-8, before a model is loaded."""
+    """Refuse invalid UTF-8 from the shell before a model is loaded."""
     from specbranch.text.tokenizer import check_text
 
     try:
@@ -42,7 +42,7 @@ def text(value: str) -> str:
 
 
 def bias(value: str) -> tuple[int, float]:
-    """Take a token id and what is added to its logit apart."""
+    """Split ID:BIAS into a token id and the number added to its logit."""
     token, _, added = value.partition(":")
     try:
         return int(token), float(added)
@@ -56,57 +56,62 @@ _pair, _model, _draft, _speculation, _sampling, _writing = (
 
 PAIR = (
     _pair(
-        "--pair", metavar="NAME", help=f"Target and draft by one name; `specbranch models` lists them [{DEFAULT_PAIR}]."
+        "--pair",
+        metavar="NAME",
+        help=f"Name of a target with its draft; `specbranch models` lists the names [{DEFAULT_PAIR}].",
     ),
 )
 TARGET = (
     _model(
         "--target",
         metavar="MODEL",
-        help="Target model, instead of a pair's: a folder, a .gguf file, a Hub id, or a known name.",
+        help="Target model, instead of the pair's: a folder, a .gguf file, a Hub id or a known name.",
     ),
-    _model("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]"),
+    _model("--device", metavar="DEVICE", help="Device of the target: cpu, cuda, cuda:1 … [a GPU if there is one]."),
     _model(
         "--dtype",
         metavar="TYPE",
-        help="Computes in float32, bfloat16, float16 or float64 [float32 on a CPU, else bfloat16].",
+        help="Compute precision: float32, bfloat16, float16 or float64 [float32 on a CPU, else bfloat16].",
     ),
     _model(
         "--weights",
         metavar="TYPE",
-        help="How the target's matrices are stored: float32, bfloat16, int8, int4, or stored: as in its file, a "
-        "quantised GGUF, multiplied by whole numbers. The last three have a text of their own [stored for such a file "
-        "on a CPU unless --dtype is given, else as --dtype].",
+        help="Storage type of the target's weight matrices: float32, bfloat16, int8, int4 or stored. "
+        "'stored' keeps the blocks of a quantised GGUF file and multiplies in integers. With int8, "
+        "int4 and stored the target may write another text [stored for a quantised GGUF on a CPU if "
+        "--dtype is not given, else --dtype].",
     ),
     _model(
-        "--runner", metavar="RUNNER", help="native, transformers, or auto: native where the architecture allows [auto]."
+        "--runner",
+        metavar="RUNNER",
+        help="Model runner: native, transformers or auto; auto takes native if it supports the architecture [auto].",
     ),
-    _model("--context-length", type=int, metavar="N", help="Tokens that prompt and answer may have together."),
+    _model("--context-length", type=int, metavar="N", help="Maximum number of tokens in prompt and answer together."),
     _model(
         "--cache-tokens",
         type=int,
         metavar="N",
-        help="Places in a model's cache for all requests together [what there is room for].",
+        help="KV cache slots of each model, shared by all requests [as many as fit into memory].",
     ),
     _model(
         "--cache-dtype",
         metavar="TYPE",
-        help="What keys and values are stored in, on a CPU: float32, bfloat16 (half the memory) or int8 (about a "
-        "quarter). The last two have a text of their own [as --dtype].",
+        help="Storage type of the KV cache on a CPU: float32, bfloat16 (half the memory) or int8 (about a "
+        "quarter). With bfloat16 and int8 the target may write another text [--dtype].",
     ),
 )
 DRAFT = (
     _draft(
         "--draft",
         metavar="MODEL",
-        help="Draft model, with the target's vocabulary, or the name of a pair for its draft.",
+        help="Draft model with the target's vocabulary, or a pair's name, which stands for its draft.",
     ),
     _draft("--draft-device", metavar="DEVICE", help="Device of the draft [the target's]."),
     _draft(
         "--draft-weights",
         metavar="TYPE",
-        help="How the draft's matrices are stored, see --weights; this changes speed alone [stored (a GPU: int8) if "
-        "its file is in int8, else as --dtype].",
+        help="Storage type of the draft's weight matrices, see --weights. It changes speed, never the text "
+        "[stored (on a GPU: int8) if the draft's file is in int8, else --dtype].",
     ),
 )
 SPECULATION = (
@@ -114,8 +119,8 @@ SPECULATION = (
     _model(
         "--device-map",
         metavar="MAP",
-        help="auto: the target over all GPUs of this machine, layer by layer, by the transformers runner: for one that "
-        "does not fit into one [on one device].",
+        help="auto spreads the target's layers over all GPUs of this machine, for a target that does not "
+        "fit into one. It needs the transformers runner [one device].",
     ),
     _model(
         "--no-prefix-cache",
@@ -123,8 +128,8 @@ SPECULATION = (
         is_flag=True,
         flag_value=False,
         default=None,
-        help="Read every prompt whole; else what was read of earlier ones that begin alike is kept, in either model's "
-        "cache, and not read again.",
+        help="Prefill every prompt in full. By default both models keep the KV cache of earlier prompts "
+        "and reuse it for common prefixes.",
     ),
     _speculation(
         "--method", metavar="METHOD", help="Decoding method, see below [specbranch with a draft, auto without one]."
@@ -132,32 +137,33 @@ SPECULATION = (
     _speculation(
         "--rule",
         metavar="RULE",
-        help="match: what plain decoding gives with this seed, token for token (docs/lossless.md: when on GPUs); "
-        "ratio: the same distribution [match].",
+        help="Acceptance rule. match gives the tokens of plain decoding with this seed, one by one (on "
+        "GPUs see docs/lossless.md); ratio keeps the distribution [match].",
     ),
-    _speculation("--num-speculative-tokens", type=int, metavar="N", help="Longest draft of a round [5]."),
+    _speculation("--num-speculative-tokens", type=int, metavar="N", help="Maximum draft length of a round [5]."),
     _speculation(
         "--policy",
         metavar="POLICY",
-        help="How lengths and branches are chosen: planner (the default of specbranch), paper (as published, with "
-        "H-RAD), confidence, entropy, last or fixed [the method's own].",
+        help="How draft lengths and branches are chosen: planner (the default of specbranch), paper (as "
+        "published, with H-RAD), confidence, entropy, last or fixed [the method's own].",
     ),
     _speculation(
         "--without",
         metavar="PART,…",
-        help=f"Parts of the policy to leave out; of planner: {', '.join(POLICIES['planner'].parts)}; of paper: "
+        help=f"Parts of the policy to switch off. planner has {', '.join(POLICIES['planner'].parts)}; paper has "
         f"{', '.join(POLICIES['paper'].parts)} [none].",
     ),
     _speculation(
         "--predictor",
         metavar="DIR",
-        help="H-RAD for policy paper, as `specbranch train-predictor` writes it [the pair's own, if it has a name].",
+        help="Output folder of `specbranch train-predictor`, for policy paper [the pair's own, if it has a name].",
     ),
     _speculation(
         "--executor",
         metavar="NAME",
-        help="serial; process: the draft in a process of its own, beside the target; streams: both here, side by "
-        "side, with a target on a GPU and the draft on the same, another, or the CPU [serial].",
+        help="serial: draft and target run in turn. process: the draft runs in a process of its own, in "
+        "parallel with the target. streams: both run in parallel in this process, the target on a "
+        "GPU, the draft on any device [serial].",
     ),
     _speculation(
         "--no-experience",
@@ -165,48 +171,67 @@ SPECULATION = (
         is_flag=True,
         flag_value=False,
         default=None,
-        help="Neither take up nor keep what is learned of the pair on this machine; else it is kept in the cache "
-        "folder, or in $SPECBRANCH_EXPERIENCE.",
+        help="Ignore what earlier runs learned about the pair on this machine, and save nothing. By "
+        "default it is saved in the cache folder, or in $SPECBRANCH_EXPERIENCE.",
     ),
     _speculation(
         "--config",
         type=PATH,
         metavar="FILE",
-        help="Settings from a file, such as `specbranch tune` writes; options given besides win.",
+        help="File of settings, as `specbranch tune` writes it. Options on the command line override it.",
     ),
     _speculation(
         "--speculative-config",
         metavar="JSON",
-        help='Further settings, e.g. \'{"max_branches": 6, "stop_below": 0.4}\'.',
+        help='More settings as JSON, e.g. \'{"max_branches": 6, "stop_below": 0.4}\'.',
     ),
 )
 CLOCK = (
     _speculation(
-        "--clock", metavar="PROFILE", help="Model time by a cost profile, a name or a file, instead of measuring it."
+        "--clock", metavar="PROFILE", help="Cost profile (a name or a file) that models time, instead of measuring it."
     ),
-    _speculation(
-        "--force-profile", is_flag=True, help="Take a profile that was measured with another pair all the same."
-    ),
+    _speculation("--force-profile", is_flag=True, help="Use a profile even if it was measured with another pair."),
 )
 SAMPLING = (
-    _sampling("--temperature", type=float, metavar="T", help="0 is greedy [0]."),
-    _sampling("--top-k", type=int, metavar="K", help="Sample among the K likeliest tokens."),
-    _sampling("--top-p", type=float, metavar="P", help="Sample among the likeliest tokens that make up P."),
-    _sampling("--min-p", type=float, metavar="P", help="Leave out tokens below P times the likeliest."),
-    _sampling("--repetition-penalty", type=float, metavar="X", help="Above 1 discourages tokens already in the text."),
-    _sampling("--presence-penalty", type=float, metavar="X", help="Subtracted once for a token already in the answer."),
+    _sampling("--temperature", type=float, metavar="T", help="Sampling temperature; 0 is greedy [0]."),
+    _sampling("--top-k", type=int, metavar="K", help="Sample among the K most likely tokens."),
+    _sampling(
+        "--top-p", type=float, metavar="P", help="Sample among the most likely tokens whose probabilities add up to P."
+    ),
+    _sampling("--min-p", type=float, metavar="P", help="Drop tokens less likely than P times the most likely one."),
+    _sampling(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="Values above 1 discourage tokens that are already in the text.",
+    ),
+    _sampling(
+        "--presence-penalty",
+        type=float,
+        metavar="X",
+        help="Subtracted once from the logit of a token that is already in the answer.",
+    ),
     _sampling(
         "--frequency-penalty",
         type=float,
         metavar="X",
-        help="Subtracted for each time a token is already in the answer.",
+        help="Subtracted from a token's logit for each time the token is already in the answer.",
     ),
     _sampling(
-        "--logit-bias", type=bias, multiple=True, metavar="ID:BIAS", help="Added to a token's logit; may be repeated."
+        "--logit-bias",
+        type=bias,
+        multiple=True,
+        metavar="ID:BIAS",
+        help="Number added to a token's logit; may be repeated.",
     ),
-    _sampling("--seed", type=int, metavar="N", help="The same seed gives the same answer, with every method [random]."),
-    _sampling("--max-tokens", type=int, metavar="N", help="Longest answer [256]."),
-    _sampling("--min-tokens", type=int, metavar="N", help="Shortest answer [0]."),
+    _sampling(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="Random seed; the same seed gives the same answer with every method [random].",
+    ),
+    _sampling("--max-tokens", type=int, metavar="N", help="Maximum number of tokens in the answer [256]."),
+    _sampling("--min-tokens", type=int, metavar="N", help="Minimum number of tokens in the answer [0]."),
     _sampling(
         "--stop", type=text, multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."
     ),
@@ -218,27 +243,47 @@ SAMPLING = (
         metavar="ID",
         help="End the answer at this token; may be repeated.",
     ),
-    _sampling("--ignore-eos", is_flag=True, help="Do not end at the end-of-text token."),
+    _sampling("--ignore-eos", is_flag=True, help="Do not stop at the end-of-text token."),
     _sampling(
-        "--logprobs", type=int, metavar="K", help="Log-probabilities of each token and the K likeliest (with --json)."
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="Report log-probabilities of each token and of the K most likely ones (with --json).",
     ),
 )
 
 
 def writing_options(seconds: int, rows: int, material: str) -> tuple[Callable[[F], F], ...]:
-    """How a target writes what is learned from, where so many seconds and rows are usual; `material` is the help for
-    what was written before."""
+    """Return the options for writing training text, with default seconds and rows; `material` is the help of
+    --material."""
     return (
-        _writing("--seconds-writing", type=float, metavar="S", help=f"How long the target writes [{seconds}]."),
+        _writing(
+            "--seconds-writing",
+            type=float,
+            metavar="S",
+            help=f"Seconds for which the target writes training text [{seconds}].",
+        ),
         _writing("--tokens", type=int, metavar="N", help="Stop writing after N tokens."),
         _writing(
-            "--data", type=PATH, metavar="FILE", help="Prompts for the target to answer too, as for generate --file."
+            "--data",
+            type=PATH,
+            metavar="FILE",
+            help="File of prompts for the target to answer too, in the format of generate --file.",
         ),
         _writing("--material", type=PATH, metavar="PATH", help=material),
         _writing(
-            "--writing-rows", type=int, metavar="N", help=f"Conversations written at once [{rows} on a GPU, else 16]."
+            "--writing-rows",
+            type=int,
+            metavar="N",
+            help=f"Batch size of writing, in conversations [{rows} on a GPU, else 16].",
         ),
-        _writing("--writing-length", type=int, default=640, metavar="N", help="Most tokens of a conversation [640]."),
+        _writing(
+            "--writing-length",
+            type=int,
+            default=640,
+            metavar="N",
+            help="Maximum number of tokens in a conversation [640].",
+        ),
     )
 
 
@@ -254,7 +299,7 @@ def with_options(*groups: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """Build the sampling parameters from what was given on the command line."""
+    """Build the sampling parameters from the options."""
     names = SamplingParams.__dataclass_fields__
     values = {name: value for name, value in given.items() if name in names and value not in (None, ())}
     if "logit_bias" in values:
@@ -263,7 +308,8 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
 
 
 def speculative_config(given: dict[str, Any]) -> dict[str, Any]:
-    """Collect the speculative settings: those of a file, then the JSON, then the options of their own, which win."""
+    """Collect the speculative settings: from the file, then from the JSON, then from single options, which override
+    them."""
     values = _from_file(given.get("config")) | _parsed(given.get("speculative_config"))
     values |= {k: given[k] for k in ("method", "rule", "policy", "num_speculative_tokens") if given.get(k) is not None}
     if given.get("without") is not None:
@@ -273,14 +319,14 @@ def speculative_config(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_llm(given: dict[str, Any]) -> LLM:
-    """Load the models that were asked for, with a progress bar where a fetch is needed."""
+    """Load the requested models, with a progress bar for a download."""
     from specbranch.cli.progress import narrated, pulled
 
     config = speculative_config(given)
     names = ("pair", "target", "draft", "device", "dtype", "executor")
     chosen = {name: given[name] for name in names if given.get(name) is not None}
     target, draft = chosen_models(*(chosen.get(name) for name in ("pair", "target", "draft")))
-    drafting = _used_draft(config.get("method"), draft, aloud="draft" in chosen)
+    drafting = _used_draft(config.get("method"), draft, warn="draft" in chosen)
     if drafting is not None:
         pulled(draft_path(drafting))  # before the target: a pair's draft may be missing, and a fetch takes long
     pulled(target)
@@ -302,11 +348,12 @@ def load_options(given: dict[str, Any]) -> LoadOptions:
     return LoadOptions.from_dict({name: given[name] for name in names if given.get(name) is not None})
 
 
-def _used_draft(method: str | None, draft: str | None, aloud: bool) -> str | None:
-    """Refuse a method without the draft it needs; leave out, aloud if it was asked for, a draft that it does not."""
+def _used_draft(method: str | None, draft: str | None, warn: bool) -> str | None:
+    """Return the draft if the method uses one. Refuse a method without its draft; warn about an unused draft if it
+    was requested."""
     if method is None or find_method(method, draft is not None).uses_draft:
         return draft
-    if aloud:
+    if warn:
         click.echo(f"The draft model {draft} is not used: method {method!r} drafts without one.", err=True)
     return None
 
@@ -316,7 +363,7 @@ def _from_file(file: Path | None) -> dict[str, Any]:
 
 
 def _warn_of_other_circumstances(given: dict[str, Any], target: str, draft: str | None) -> None:
-    """Say in a line that settings were tuned for something else; they are used all the same."""
+    """Warn if settings were tuned for something else; they are used all the same."""
     from specbranch.assembly import identity
 
     file, settings = given["config"], read_settings(given["config"])
@@ -327,11 +374,11 @@ def _warn_of_other_circumstances(given: dict[str, Any], target: str, draft: str 
     if any(tuned.get(name) != value for name, value in here.items()):
         click.echo(f"{file} was tuned for another pair ({tuned.get('pair')}); it is used all the same.", err=True)
     elif tuned.get("overlap") and given.get("clock") is None and given.get("executor") in (None, "serial"):
-        told = (
+        sentence = (
             f"{file} was tuned for draft and target at work at once ({tuned.get('profile')}); here they take "
             "turns (see --executor)."
         )
-        click.echo(told, err=True)
+        click.echo(sentence, err=True)
 
 
 def _parsed(text: str | None) -> dict[str, Any]:

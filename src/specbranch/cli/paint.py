@@ -1,6 +1,6 @@
 """Answers on a terminal: each token in the colour of its origin, and a line of statistics below.
 
-Owns colours and the wording of the summary. Invariant: where colours are off, standard output is the plain text.
+Owns colours and the wording of the summary. Invariant: without colours, standard output is the plain text.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ LEGEND = (
 
 
 def wants_colour(given: bool | None) -> bool:
-    """Whether to colour what goes to standard output: where nothing was said, on a terminal that does not refuse it."""
+    """True if standard output is coloured: as given, else on a terminal unless NO_COLOR is set."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") if given is None else given
 
 
 def answered(chunks: Iterable[Chunk], colour: bool) -> Output:
-    """Write an answer as it comes, and below it what the request did."""
+    """Print an answer as it arrives, and its statistics below."""
     output = show(chunks, colour)
     click.echo(summary(output), err=True)
     return output
 
 
 def show(chunks: Iterable[Chunk], colour: bool) -> Output:
-    """Write an answer as it comes; returns it when it is whole."""
+    """Print an answer as it arrives; return it when it is complete."""
     output: Output | None = None
     for chunk in chunks:
         click.echo("".join(_painted(piece, colour) for piece in chunk.pieces), nl=False, color=colour)

@@ -1,4 +1,4 @@
-"""`specbranch profile`: what a pair costs on this hardware, as a file that a modelled clock can be run by."""
+"""`specbranch profile`: the costs of a pair on this hardware, as a file for --clock."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 @click.command(cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
 @with_options(PAIR, TARGET, DRAFT)
 @click.option(
-    "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.json", help="Where the profile is written."
+    "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.json", help="File for the profile."
 )
 @click.option(
     "--executor",
     type=click.Choice(get_args(ExecutorName)),
     default="serial",
-    help="serial: the models take turns, each with all threads, and the profile says that nothing overlaps; "
-    "process: side by side, each with half of the threads, and the profile says how much they slow each other down; "
-    "streams: likewise, in one process with a target on a GPU [serial].",
+    help="serial: the models run in turn, each with all threads; the profile has no overlap. process: "
+    "they run in parallel, each with half of the threads; the profile says how much they slow "
+    "each other down. streams: likewise in one process, with the target on a GPU [serial].",
 )
 @click.option(
     "--check/--no-check", default=True, help="Compare modelled with measured time of a few requests at the end [check]."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: profile, check, out.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: profile, check, out.")
 def profile(out: Path, executor: ExecutorName, check: bool, as_json: bool, **given: Any) -> None:
-    """Measure what a pair costs here: target forwards by tokens and context, draft steps by width, slow-down when both
-    work, host time.
+    """Measure what a pair costs on this machine: target forwards, draft steps, their mutual slow-down, and host time.
 
     \b
     specbranch profile --out mine.json
     specbranch profile --pair smollm2-strong --executor process --out strong.json
     specbranch trace --clock mine.json "Once upon a time"
 
-    All probes take turns, medians count. Takes about a minute on two cores; let the machine rest meanwhile. At the end
-    the profile is put to the test: what it says a few requests take, against what they took.
+    Target forwards are measured by number of tokens and context length, draft steps by width. The probes take turns,
+    and medians count. It takes about a minute on two cores; leave the machine idle meanwhile. At the end, the command
+    compares the profile's prediction for a few requests with their measured time.
     """
     from specbranch.cli.progress import counted
     from specbranch.lab.measure import check_profile
@@ -62,8 +62,8 @@ def profile(out: Path, executor: ExecutorName, check: bool, as_json: bool, **giv
         _save(made, out)
         found = check_profile.check(made, pair, progress=progress) if check else []
     if as_json:
-        told = {"profile": made.to_dict(), "check": [_record(one) for one in found], "out": str(out)}
-        click.echo(json.dumps(told, ensure_ascii=False))
+        result = {"profile": made.to_dict(), "check": [_record(one) for one in found], "out": str(out)}
+        click.echo(json.dumps(result, ensure_ascii=False))
         return
     click.echo("\n".join([*_table(made), "", *_verdict(found), f"Written to {out}; use it with --clock {out}."]))
 
@@ -97,7 +97,9 @@ def pair_choices(given: dict[str, Any]) -> tuple[ModelChoice, ModelChoice]:
 
 def _check_out(out: Path) -> None:
     if out.suffix != ".json":
-        raise BadParameter(f"--out is {out}; expected a name that ends in .json, by which a clock knows it for a file.")
+        raise BadParameter(
+            f"--out is {out}; expected a name that ends in .json, so that --clock can tell a file from a name."
+        )
     if not out.absolute().parent.is_dir():
         raise BadParameter(f"--out is {out}, but there is no folder {out.parent}. Make it first, or name another file.")
 
@@ -120,29 +122,29 @@ def _record(one: Compared) -> dict[str, Any]:
 
 
 def _table(made: CostProfile) -> list[str]:
-    told = made.provenance
-    short, long = told["contexts"]
-    threads = f"{told['threads']} thread" + "s" * (told["threads"] != 1)
+    facts = made.provenance
+    spread, (short, long) = facts["spread"], facts["contexts"]
+    threads = f"{facts['threads']} thread" + "s" * (facts["threads"] != 1)
     ratio = made.target_seconds(1) / made.draft_seconds(1)
     lines = [
-        f"{made.pair} on {made.hardware}: {threads}, {_precision(told)}, {told['executor']} executor",
+        f"{made.pair} on {made.hardware}: {threads}, {_precision(facts)}, {facts['executor']} executor",
         *_curve("Target forward", "tokens", made.target, made.target_per_context, long - short, (short, long)),
         *_curve("Draft step", "width", made.draft, made.draft_per_context, long - short, (short, long)),
         f"c = {ratio:.1f}: a target forward over one token costs as much as {ratio:.1f} draft steps",
         _together(made),
         f"Host time a round: {made.host * 1e3:.2f} ms",
-        f"Spread (half of the middle 50 %): target {told['spread']['target']:.0%}, draft {told['spread']['draft']:.0%}",
+        f"Spread (half of the middle 50 %): target {spread['target']:.0%}, draft {spread['draft']:.0%}",
     ]
-    return lines + _warning(told["spread"])
+    return lines + _warning(spread)
 
 
-def _precision(told: Mapping[str, Any]) -> str:
+def _precision(facts: Mapping[str, Any]) -> str:
     """Name the precision, and how matrices are stored where that differs."""
-    stored = (("target", told["weights"]), ("draft", told["draft_weights"]))
-    others = [f"{name} {'as ' if kind == 'stored' else 'in '}{kind}" for name, kind in stored if kind != told["dtype"]]
-    if told.get("cache_dtype", told["dtype"]) != told["dtype"]:
-        others.append(f"cache in {told['cache_dtype']}")
-    return ", ".join([str(told["dtype"]), *others])
+    stored = (("target", facts["weights"]), ("draft", facts["draft_weights"]))
+    others = [f"{name} {'as ' if kind == 'stored' else 'in '}{kind}" for name, kind in stored if kind != facts["dtype"]]
+    if facts.get("cache_dtype", facts["dtype"]) != facts["dtype"]:
+        others.append(f"cache in {facts['cache_dtype']}")
+    return ", ".join([str(facts["dtype"]), *others])
 
 
 def _warning(spread: dict[str, float]) -> list[str]:
@@ -155,7 +157,7 @@ def _together(made: CostProfile) -> str:
     if not made.overlap:
         return "Both at once: no, they take turns (overlap: false)"
     target, draft = (f"{seconds * 1e3:.2f} ms" for seconds in (made.slow_down, made.draft_slow_down))
-    return f"Both at once: a draft step beside adds {target} to the target and {draft} to itself"
+    return f"Both at once: a parallel draft step adds {target} to the target and {draft} to itself"
 
 
 def _curve(title: str, unit: str, points: Any, slopes: Any, further: int, contexts: tuple[int, int]) -> list[str]:
@@ -165,8 +167,8 @@ def _curve(title: str, unit: str, points: Any, slopes: Any, further: int, contex
     for rows, seconds in points:
         is_prompt = added.get(rows) == 0.0 and rows == points[-1][0]
         far = f"{(seconds + added[rows] * further) * 1e3:14.2f}" if rows in added and not is_prompt else " " * 14
-        told = "   (a prompt, from its beginning)" if is_prompt else ""
-        lines.append(f"{'':16} {rows:6.0f} {seconds * 1e3:14.2f} {far}{told}")
+        note = "   (a prompt, from its beginning)" if is_prompt else ""
+        lines.append(f"{'':16} {rows:6.0f} {seconds * 1e3:14.2f} {far}{note}")
     return lines
 
 

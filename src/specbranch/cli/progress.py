@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Bars:
-    """A `progress.Onlooker` on standard error: one bar, for the work that is under way, where somebody looks."""
+    """A `progress.Onlooker` on standard error: one bar for the current work, on a terminal only."""
 
     def __init__(self, *columns: ProgressColumn) -> None:
         self.console = Console(stderr=True)
@@ -38,11 +38,11 @@ class Bars:
 
     @property
     def shown(self) -> bool:
-        """Whether there was anything to show."""
+        """True if there was anything to show."""
         return self._task is not None
 
     def __call__(self, what: str, done: float, of: float | None, note: str = "") -> None:
-        """Show how far some work has come; a bar begins anew with another kind of work, told by the first word."""
+        """Show the progress of some work; another first word of `what` starts a new bar."""
         kind = what.partition(" ")[0]
         if self._task is None or kind != self._kind:
             self._begin(kind)
@@ -57,11 +57,11 @@ class Bars:
         self._kind, self._task = kind, self._bars.add_task(kind, total=None, note="")
 
     def say(self, line: str) -> None:
-        """Show a line that stays, whether somebody looks or not."""
+        """Print a line that stays, on a terminal or not."""
         self.console.print(line, highlight=False)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self.console.is_terminal:  # elsewhere it would leave an empty line
             self._bars.stop()
 
@@ -72,7 +72,7 @@ def _steps(done: float, of: float | None) -> str:
 
 @contextmanager
 def counted() -> Iterator[Bars]:
-    """Yield who is told what is done, how far it is and of how much; shown with an estimate where somebody looks."""
+    """Yield a progress callback (what, done, of); a terminal shows a bar with an estimate."""
     bars = Bars(TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())
     try:
         yield bars
@@ -81,7 +81,7 @@ def counted() -> Iterator[Bars]:
 
 
 def pulled(name: str) -> str:
-    """Return where to load a model from, showing its download if it has to be fetched first."""
+    """Return the path of a model; show its download if it must be fetched first."""
     from specbranch.assembly import ModelChoice, fetched, load_tokenizer
 
     bars, choice = Bars(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()), ModelChoice(name)
@@ -98,8 +98,7 @@ def pulled(name: str) -> str:
 
 @contextmanager
 def narrated(what: str) -> Iterator[None]:
-    """Say on one line what is done, and what the program tells of it meanwhile, with a bar where it tells how far it
-    has come; only where somebody looks."""
+    """Show one line for some work with its log messages, and a bar if they report progress; on a terminal only."""
     bars, log = Bars(TextColumn("{task.fields[note]}"), TimeElapsedColumn()), logging.getLogger("specbranch")
     if not bars.console.is_terminal:
         yield
@@ -117,21 +116,20 @@ def narrated(what: str) -> Iterator[None]:
 
 
 class _Narrator(logging.Handler):
-    """Passes on what is told by the way, and how far the work has come where that is told, too; warnings have their own
-    place."""
+    """Forwards log messages and their progress; warnings are printed elsewhere."""
 
-    def __init__(self, tell: Callable[[str, float, float | None], None]) -> None:
+    def __init__(self, show: Callable[[str, float, float | None], None]) -> None:
         super().__init__(logging.INFO)
-        self._tell = tell
+        self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a message on."""
+        """Forward a message."""
         if record.levelno < logging.WARNING:
-            self._tell(record.getMessage(), getattr(record, "done", 0), getattr(record, "of", None))
+            self._show(record.getMessage(), getattr(record, "done", 0), getattr(record, "of", None))
 
 
 def tracked(items: Sequence[T], what: str) -> Iterable[T]:
-    """Show how far a long list has come, where somebody looks at standard error and standard output goes elsewhere."""
+    """Show the progress through a list, if standard error is a terminal and standard output is not."""
     if len(items) < 2 or not sys.stderr.isatty() or sys.stdout.isatty():
         return items
     return track(items, what, console=Console(stderr=True), transient=True)

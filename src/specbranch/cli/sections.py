@@ -1,6 +1,6 @@
-"""Help in sections: options under the heading they belong to, and tables of the names an option takes.
+"""Help in sections: options under headings, and tables of the names that an option takes.
 
-Owns the layout of `--help`, not its words. Options that name no section stand last, under "Options".
+Owns the layout of `--help`, not its words. Options without a section come last, under "Options".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Sectioned(click.Option):
-    """An option that knows its section."""
+    """An option with its section."""
 
     def __init__(self, *arguments: Any, section: str = OTHERS, **settings: Any) -> None:
         super().__init__(*arguments, **settings)

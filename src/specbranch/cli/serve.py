@@ -16,34 +16,54 @@ _server, _keys, _limits = (options_of(title) for title in ("Server", "Keys", "Li
 
 
 @click.command(cls=SectionedCommand, tables=TABLES)
-@_server("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen at [127.0.0.1: this machine only].")
-@_server("--port", type=int, default=8000, metavar="N", help="Port to listen at; 0 takes a free one [8000].")
-@_server("--model-name", metavar="NAME", help="What clients call the model [the target's name].")
+@_server("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on [127.0.0.1: this machine only].")
+@_server("--port", type=int, default=8000, metavar="N", help="Port to listen on; 0 takes a free one [8000].")
+@_server("--model-name", metavar="NAME", help="Model name that clients use [the target's name].")
 @_server(
     "--allow-host",
     "allowed_hosts",
     multiple=True,
     metavar="NAME",
-    help="A name under which clients ask for this server, as behind a proxy; may be repeated [any, but on 127.0.0.1 "
-    "only that].",
+    help="Host name that clients may use for this server, e.g. behind a proxy; may be repeated [any; "
+    "on 127.0.0.1 only that].",
 )
-@_server("--log-text", is_flag=True, help="Log prompts and answers; else none of either is in any line.")
-@_keys("--keys", type=PATH, metavar="FILE", help="Serve only clients with a key of this file.")
-@_keys("--new-key", metavar="NAME", help="Make a key of that name, add its hash to --keys FILE, print it once, end.")
-@_keys("--without-keys", is_flag=True, help="Serve whoever reaches an address that others can reach, too.")
-@_limits("--max-batch", type=int, metavar="N", help="Answers written at once; memory may allow fewer [64].")
-@_limits("--max-queue", type=int, metavar="N", help="Answers that may wait beyond; then 429 [256].")
-@_limits("--max-per-key", type=int, metavar="N", help="Requests of one key at a time; then 429 [64].")
-@_limits("--max-tokens", type=int, metavar="N", help="Longest answer [what the context holds].")
-@_limits("--max-body", type=int, metavar="BYTES", help="Largest body of a request [4194304].")
-@_limits("--max-connections", type=int, metavar="N", help="Connections open at a time [1024].")
-@_limits("--max-per-address", type=int, metavar="N", help="Connections of one address; a proxy is one [256].")
-@_limits("--read-timeout", type=float, metavar="S", help="Seconds for a header, then for a body at 16 KB/s [20].")
-@_limits("--timeout", type=float, metavar="S", help="Seconds in which a request has to be answered [600].")
-@_limits("--grace", type=float, metavar="S", help="Seconds for answers under way when the server is stopped [60].")
+@_server("--log-text", is_flag=True, help="Log prompts and answers; by default no log line contains either.")
+@_keys("--keys", type=PATH, metavar="FILE", help="Serve only clients that have a key in this file.")
+@_keys(
+    "--new-key",
+    metavar="NAME",
+    help="Create a key called NAME, add its hash to --keys FILE, print the key once, and exit.",
+)
+@_keys("--without-keys", is_flag=True, help="Allow an address that others can reach without keys.")
+@_limits("--max-batch", type=int, metavar="N", help="Maximum batch size; memory may allow less [64].")
+@_limits(
+    "--max-queue", type=int, metavar="N", help="Maximum number of answers in the queue; further requests get 429 [256]."
+)
+@_limits(
+    "--max-per-key",
+    type=int,
+    metavar="N",
+    help="Maximum number of requests of one key at a time; further ones get 429 [64].",
+)
+@_limits(
+    "--max-tokens", type=int, metavar="N", help="Maximum number of tokens in an answer [as many as the context holds]."
+)
+@_limits("--max-body", type=int, metavar="BYTES", help="Maximum size of a request body [4194304].")
+@_limits("--max-connections", type=int, metavar="N", help="Maximum number of open connections [1024].")
+@_limits(
+    "--max-per-address",
+    type=int,
+    metavar="N",
+    help="Maximum number of open connections of one address; a proxy counts as one [256].",
+)
+@_limits(
+    "--read-timeout", type=float, metavar="S", help="Seconds to receive a header, and then a body at 16 KB/s [20]."
+)
+@_limits("--timeout", type=float, metavar="S", help="Seconds within which a request must be answered [600].")
+@_limits("--grace", type=float, metavar="S", help="Seconds for running answers to finish when the server stops [60].")
 @with_options(PAIR, TARGET, DRAFT, SPECULATION)
 def serve(new_key: str | None, without_keys: bool, **given: Any) -> None:
-    """Serve the models by the OpenAI API; stops on Ctrl-C or SIGTERM, once answers under way are finished.
+    """Serve the models over the OpenAI API. On Ctrl-C or SIGTERM the server finishes running answers and stops.
 
     \b
     specbranch serve
@@ -56,8 +76,8 @@ def serve(new_key: str | None, without_keys: bool, **given: Any) -> None:
       curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
 
-    Clients of the OpenAI API take http://127.0.0.1:8000/v1 as their base URL. A browser finds a page at
-    http://127.0.0.1:8000, Prometheus its metrics at /metrics. docs/serving.md tells more.
+    OpenAI clients take http://127.0.0.1:8000/v1 as their base URL. A browser shows a page at http://127.0.0.1:8000, and
+    Prometheus reads metrics at /metrics. See docs/serving.md.
     """
     for extra in (FASTAPI, UVICORN):
         extra.require()
@@ -72,7 +92,7 @@ def serve(new_key: str | None, without_keys: bool, **given: Any) -> None:
     if settings.keys is not None:
         from specbranch.serve.keys import KeyFile
 
-        KeyFile(settings.keys)  # what is wrong with it is told before the models are loaded
+        KeyFile(settings.keys)  # report its errors before the models are loaded
     from specbranch.serve.run import bound
     from specbranch.serve.run import serve as run
 

@@ -27,7 +27,7 @@ from specbranch.lab.traces.timeline_svg import draw_svg, subtitle
 if TYPE_CHECKING:
     from specbranch.engine import LLM
 
-TRACED_TOKENS = 64  # of the answer, unless told: a timeline is to be looked at
+TRACED_TOKENS = 64  # default length of the answer: a timeline must stay readable
 NAME = "timeline"  # of the files
 
 _option = options_of("Prompt and output")
@@ -40,28 +40,31 @@ _option = options_of("Prompt and output")
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Write timeline.svg, timeline.txt, timeline.json (open it in ui.perfetto.dev or chrome://tracing) and "
-    "timeline.jsonl there.",
+    help="Folder for timeline.svg, timeline.txt, timeline.json (for ui.perfetto.dev or "
+    "chrome://tracing) and timeline.jsonl.",
 )
 @_option(
-    "--json", "as_json", is_flag=True, help="One JSON object: rounds, seconds by kind, stats … instead of the drawing."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object (rounds, seconds by kind, stats …) instead of the drawing.",
 )
 @_option("--colour/--no-colour", default=None, help="Colour the drawing [on a terminal].")
-@_option("--width", type=click.IntRange(min=40), metavar="N", help="Columns of the drawing [the terminal's].")
+@_option("--width", type=click.IntRange(min=40), metavar="N", help="Width of the drawing in columns [the terminal's].")
 @with_options(ANSWERING, CLOCK)
 def trace(
     prompt: str, as_chat: bool, out: Path | None, as_json: bool, colour: bool | None, width: int | None, **given: Any
 ) -> None:
-    """Answer PROMPT (or '-' for standard input) and draw what both models did: verifying, branches kept and lost,
-    rollbacks, waiting.
+    """Answer PROMPT (or '-' for standard input) and draw a timeline: drafts, verification, branches, rollbacks, idle
+    time.
 
     \b
     specbranch trace "The capital of France is"
     specbranch trace --method specbranch --clock c10 --out timeline "Once upon a time"
     specbranch trace --executor process --chat "Why is the sky blue?" --max-tokens 40
 
-    Time is this machine's, or that of a --clock PROFILE: then decisions are real and time is modelled. The answer has
-    at most 64 tokens unless --max-tokens says otherwise.
+    Time is measured on this machine, or modelled with --clock PROFILE; decisions are real in both cases. The answer has
+    at most 64 tokens unless --max-tokens is given.
     """
     from specbranch.cli.generate import read_prompts
 
@@ -117,8 +120,8 @@ def _write(
         drawn = draw_text(rounds, output.stats, Style(width=100), modelled)
         (folder / f"{NAME}.txt").write_text(f"{head}\n\n{drawn}\n", encoding="utf-8")
     except OSError as error:
-        told = f"The timeline could not be written to {folder}: {error}. Name another folder with --out."
-        raise BadParameter(told) from error
+        sentence = f"The timeline could not be written to {folder}: {error}. Name another folder with --out."
+        raise BadParameter(sentence) from error
 
 
 def _make_folder(out: Path) -> None:

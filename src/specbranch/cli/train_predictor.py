@@ -24,68 +24,70 @@ _models, _training = options_of("Pair"), options_of("Training")
 @click.command("train-predictor", cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
 @with_options(PAIR)
 @_models("--target", metavar="MODEL", help="Target model, instead of a pair's.")
-@_models("--draft", metavar="MODEL", help="Draft model, beside --target.")
-@_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
-@_models("--out", type=PATH, required=True, metavar="DIR", help="Folder of the predictor.")
+@_models("--draft", metavar="MODEL", help="Draft model for --target.")
+@_models("--device", metavar="DEVICE", help="Device: cpu, cuda, cuda:1 … [a GPU if there is one].")
+@_models("--out", type=PATH, required=True, metavar="DIR", help="Folder for the predictor.")
 @with_options(
-    writing_options(
-        30, 512, "Use what an earlier run wrote (it is left in DIR/material.safetensors); nothing is written."
-    )
+    writing_options(30, 512, "Use text that an earlier run wrote (its DIR/material.safetensors); write nothing.")
 )
 @_training(
     "--texts",
     type=click.IntRange(min=8),
     default=2000,
     metavar="N",
-    help="Most conversations to take rounds from [2000].",
+    help="Maximum number of conversations to take rounds from [2000].",
 )
 @_training(
     "--longest",
     type=click.IntRange(1, 64),
     default=16,
     metavar="N",
-    help="Draft length (γ) up to which it foretells [16].",
+    help="Maximum draft length (γ) that it predicts [16].",
 )
 @_training(
     "--layers",
     type=click.IntRange(1, 64),
     default=4,
     metavar="K",
-    help="Of how many layers it reads hidden states [4].",
+    help="Number of target layers whose hidden states it reads [4].",
 )
-@_training("--epochs", type=click.IntRange(min=1), default=20, metavar="N", help="Times the rounds are gone over [20].")
-@_training("--batch", type=click.IntRange(min=1), default=256, metavar="N", help="Rounds of a step [256].")
-@_training("--learning-rate", type=float, default=1e-3, metavar="X", help="Highest learning rate [0.001].")
-@_training("--weight-decay", type=float, default=0.1, metavar="X", help="How strongly weights are pulled to 0 [0.1].")
+@_training(
+    "--epochs", type=click.IntRange(min=1), default=20, metavar="N", help="Number of passes over the rounds [20]."
+)
+@_training("--batch", type=click.IntRange(min=1), default=256, metavar="N", help="Batch size, in rounds [256].")
+@_training("--learning-rate", type=float, default=1e-3, metavar="X", help="Peak learning rate [0.001].")
+@_training("--weight-decay", type=float, default=0.1, metavar="X", help="Weight decay [0.1].")
 @_training(
     "--forgets",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.2,
     metavar="X",
-    help="Share of features left out in every step [0.2].",
+    help="Dropout: share of features left out in each step [0.2].",
 )
 @_training(
     "--across-tasks/--no-across-tasks",
     default=True,
-    help="Also train without each kind of text, to see what that costs [yes].",
+    help="Also train without each kind of text, to measure transfer to unseen tasks [yes].",
 )
-@click.option("--seed", type=int, default=0, metavar="N", help="Seed of writing, dealing and training [0].")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: accuracy, confusion, calibration, log_loss …")
+@click.option("--seed", type=int, default=0, metavar="N", help="Seed of writing, splitting and training [0].")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object: accuracy, confusion, calibration, log_loss …"
+)
 def train_predictor(
     as_json: bool, pair: str | None, target: str | None, draft: str | None, data: Path | None, **given: Any
 ) -> None:
-    """Train H-RAD for a pair: a small network that foretells from the target's hidden states how much of the next draft
-    is taken.
+    """Train an H-RAD predictor for a pair: it predicts from the target's hidden states how much of the next draft is
+    accepted.
 
     \b
     specbranch train-predictor --pair smollm2-default --out my-predictor
     specbranch train-predictor --target BIG --draft SMALL --out my-predictor
     specbranch generate --policy paper --predictor my-predictor "Once upon a time"
 
-    No data set is needed: the target invents questions and answers them greedily, and rounds of speculative decoding
-    are read off its answers; nothing is trimmed meanwhile. Of the texts 75 % are learned from, 10 % calibrate, 15 %
-    judge. DIR/report.svg shows whether chances come true, DIR/predictor.json holds all figures. A predictor is good for
-    the pair it was trained for, and refused by others.
+    No data set is needed. The target writes questions and answers them greedily. The command derives rounds of
+    speculative decoding from these answers, with drafts of full length. It trains on 75 % of the texts, calibrates on
+    10 % and evaluates on 15 %. DIR/report.svg shows the calibration, DIR/predictor.json holds all figures. A predictor
+    fits only the pair it was trained for; others refuse it.
     """
     from specbranch.cli.generate import read_prompts
     from specbranch.cli.progress import counted, pulled
@@ -108,15 +110,15 @@ def train_predictor(
 def _summary(out: Path, predictor: Predictor) -> str:
     figures, learned = predictor.about.figures, predictor.about.provenance
     lines = [
-        f"The predictor is in {out}. On {figures['rounds']:,} rounds that were not learned from, drafts of "
+        f"The predictor is in {out}. On {figures['rounds']:,} held-out rounds, with drafts of "
         f"{figures['length']} tokens:",
-        f"  {figures['accuracy']:.1%} told rightly ("
+        f"  {figures['accuracy']:.1%} predicted correctly ("
         + ", ".join(f"{name} {share:.1%}" for name, share in figures["accuracy_by_class"].items())
-        + f"); chances are off by {figures['calibration_error']:.1%} on average.",
-        "  true \\ told   none    some     all",
+        + f"); probabilities are off by {figures['calibration_error']:.1%} on average.",
+        "  true \\ pred.  none    some     all",
         *(f"  {name:10} " + " ".join(f"{count:7,}" for count in row) for name, row in _confusion(figures)),
-        "How well each way foretells how much is taken, in nats a round (less is better; in brackets the difference "
-        "to H-RAD):",
+        "Log-loss of each way to predict the accepted length, in nats per round (less is better; in brackets the "
+        "difference to H-RAD):",
         *(
             f"  {name:23} {one['nats']:.3f} ({one['low']:+.3f} … {one['high']:+.3f})"
             for name, one in figures["rivals"].items()
@@ -125,10 +127,9 @@ def _summary(out: Path, predictor: Predictor) -> str:
     for name, one in figures.get("across_tasks", {}).items():
         more = one["nats_unseen"] / one["nats"] - 1
         lines.append(
-            f"  {name}: {one['nats']:.3f} nats, {one['nats_unseen']:.3f} had no such text been learned from "
-            f"({more:+.1%})"
+            f"  {name}: {one['nats']:.3f} nats, {one['nats_unseen']:.3f} without such text in training ({more:+.1%})"
         )
-    lines.append(f"{learned['rounds_learned']:,} rounds were learned from, in {learned['seconds']:.0f} s.")
+    lines.append(f"{learned['rounds_learned']:,} training rounds, in {learned['seconds']:.0f} s.")
     return "\n".join(lines)
 
 

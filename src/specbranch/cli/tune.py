@@ -1,4 +1,4 @@
-"""`specbranch tune`: which method to use with a pair, some hardware and some prompts, and how to set it."""
+"""`specbranch tune`: the fastest method and setting for a pair, a cost profile and some prompts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR, ExecutorName
 from specbranch.errors import BadParameter
-from specbranch.lab.bench.methods import listed
+from specbranch.lab.bench.methods import TRIALS, listed
 from specbranch.lab.bench.results import BASELINE, rate_text, setting_text
 from specbranch.lab.suites.suite import ALL_SHIPPED, SUITES
 
 if TYPE_CHECKING:
-    from specbranch.lab.bench.tune_job import TuneOrder
+    from specbranch.lab.bench.order import TuneOrder
     from specbranch.lab.suites.suite import Suite
 
 _what, _how, _where = (options_of(title) for title in ("What to tune", "What for", "Output"))
@@ -34,73 +34,84 @@ _what, _how, _where = (options_of(title) for title in ("What to tune", "What for
 )
 @with_options(PAIR)
 @_what("--target", metavar="MODEL", help="Target model, instead of a pair's.")
-@_what("--draft", metavar="MODEL", help="Draft model, beside --target.")
+@_what("--draft", metavar="MODEL", help="Draft model for --target.")
 @_what("--weights", **WEIGHTS_OPTION)
 @_what("--draft-weights", **DRAFT_WEIGHTS_OPTION)
 @_what("--cache-dtype", **CACHE_OPTION)
 @_what(
     "--methods",
     metavar="A,B,…",
-    help="Methods, or METHOD:POLICY, to search among; plain decoding always takes part [all but lookahead, which "
-    "takes hours].",
+    help="Methods, or METHOD:POLICY, to search; plain decoding always takes part [all but lookahead, "
+    "which takes hours].",
 )
-@_what("--trials", type=click.IntRange(min=1), metavar="N", help="Settings to try of a method with several knobs [40].")
+@_what(
+    "--trials",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of settings to try of a method with several knobs [40].",
+)
 @_how(
     "--profile",
     metavar="PROFILE",
-    help="Hardware: a shipped profile, see below, or a FILE.json [this machine, measured first].",
+    help="Cost profile of the hardware: a shipped one, see below, or a FILE.json [this machine, measured first].",
 )
-@_how("--force-profile", is_flag=True, help="Take a profile that was measured with another pair all the same.")
+@_how("--force-profile", is_flag=True, help="Use a profile even if it was measured with another pair.")
 @_how(
     "--executor",
     type=click.Choice(get_args(ExecutorName)),
     default="serial",
-    help="Without --profile: measure the models taking turns, or side by side [serial].",
+    help="Without --profile: how draft and target run while they are measured [serial].",
 )
 @_how("--prompts", **PROMPTS)
 @_how(
     "--suites",
     multiple=True,
     metavar="NAME",
-    help=f"Suite; may be repeated, or several with commas [{ALL_SHIPPED}: 4 prompts of each].",
+    help=f"Suite; may be repeated, or several names with commas [{ALL_SHIPPED}: 4 prompts of each].",
 )
 @_how("--data", **DATA)
-@_how("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts of each suite.")
-@_how("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy [0].")
-@_how("--max-tokens", type=click.IntRange(min=2), default=128, metavar="N", help="Longest answer [128].")
+@_how("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts of each suite.")
+@_how("--temperature", type=float, default=0.0, metavar="T", help="Sampling temperature; 0 is greedy [0].")
+@_how(
+    "--max-tokens",
+    type=click.IntRange(min=2),
+    default=128,
+    metavar="N",
+    help="Maximum number of tokens in an answer [128].",
+)
 @_where(
     "--records",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where records and earlier searches are kept [the cache folder].",
+    help="Folder of records and earlier searches [the cache folder].",
 )
 @_where(
     "--out",
     type=click.Path(path_type=Path),
     required=True,
     metavar="FILE.json",
-    help="Where the best setting is written.",
+    help="File for the best setting.",
 )
 @_where(
     "--json",
     "as_json",
     is_flag=True,
-    help="One JSON object: methods (tokens_per_second, speedup, setting …), best, out.",
+    help="Print one JSON object: methods (tokens_per_second, speedup, setting …), best, out.",
 )
 def tune(as_json: bool, **given: Any) -> None:
-    """Search for the method and its setting that decode fastest with a pair, and write them to a file for --config.
+    """Search for the fastest method and setting of a pair, and write them to a file for --config.
 
     \b
     specbranch tune --out tuned.json
     specbranch tune --pair smollm2-strong --profile c10 --methods speculative,specbranch --out strong.json
     specbranch generate --config tuned.json "Once upon a time"
 
-    The target answers each prompt once; then every method is replayed from the record and charged by the profile, so
-    what is predicted is as good as the profile. Searches are kept: the same question is answered at once. Ctrl-C writes
-    the best setting found up to then.
+    The target answers each prompt once. Every method is then replayed from the record, and the profile models its time;
+    the prediction is as good as the profile. Finished searches are saved, so the same question is answered at once.
+    Ctrl-C writes the best setting found so far.
     """
     from specbranch.cli.progress import counted, pulled
-    from specbranch.lab.bench.tune_job import run_tuning
+    from specbranch.lab.bench.tuning import run_tuning
 
     out = given["out"]
     _check_out(out)
@@ -108,8 +119,10 @@ def tune(as_json: bool, **given: Any) -> None:
     with counted() as progress:
         found = run_tuning(order, progress, pulled)
     found.save(out)
-    told = found.to_dict()
-    click.echo(json.dumps({**told, "out": str(out)}, ensure_ascii=False) if as_json else "\n".join(_table(told, out)))
+    report = found.to_dict()
+    click.echo(
+        json.dumps({**report, "out": str(out)}, ensure_ascii=False) if as_json else "\n".join(_table(report, out))
+    )
     if not found.complete:
         raise KeyboardInterrupt
 
@@ -118,10 +131,8 @@ def _order(given: dict[str, Any]) -> TuneOrder:
     """Translate options into an order."""
     from specbranch.clock.shipped import load_profile
     from specbranch.lab.bench.clocks import Clock
-    from specbranch.lab.bench.lab import Workload
-    from specbranch.lab.bench.order import checked_running, chosen_pairs
-    from specbranch.lab.bench.tune_job import TuneOrder, tuned_methods
-    from specbranch.lab.bench.tuning import TRIALS
+    from specbranch.lab.bench.order import TuneOrder, checked_running, chosen_pairs, tuned_methods
+    from specbranch.lab.bench.recorded_pair import Workload
 
     (pair,) = chosen_pairs([given["pair"]] if given["pair"] else [], given["target"], given["draft"])
     profile = given["profile"]

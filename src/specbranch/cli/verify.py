@@ -1,4 +1,4 @@
-"""`specbranch verify`: is a saved answer what plain decoding gives?"""
+"""`specbranch verify`: a check that saved answers are those of plain decoding."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ if TYPE_CHECKING:
 @click.command(cls=SectionedCommand)
 @click.argument("file", type=click.Path(path_type=Path))
 @with_options(PAIR, TARGET)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object an answer.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per answer.")
 def verify(file: Path, as_json: bool, **given: Any) -> int:
     """Check that saved answers are what plain decoding gives.
 
-    FILE ('-' for standard input) holds what `generate --json` printed. For each answer it says whether autoregressive
-    decoding gives the same tokens, and whether text, finish_reason, logprobs, prompt and the number of tokens fit them.
-    A difference is named with both tokens and how close the target's choice was between them. One near-tie (1e-4 in
-    logits) in an answer passes, as another machine may round otherwise; the rest is then decoded behind the saved
-    token. Exit code 1 if an answer differs by more. On GPUs rounding alone can make it larger with the transformers
-    runner.
+    FILE ('-' for standard input) holds the output of `generate --json`. The command decodes each answer again,
+    autoregressively, and compares tokens, text, finish_reason, logprobs, prompt and number of tokens. It reports a
+    difference with both tokens and the gap between their logits. One near-tie (1e-4 in logits) per answer passes,
+    because another machine may round differently; the rest is then decoded after the saved token. The exit code is 1 if
+    an answer differs by more. With the transformers runner on GPUs, rounding alone can exceed this limit.
 
-    Target, precision, weights and runner are those the answers were saved with, unless given; of a --pair its target
-    is taken. What a file says of them is a claim, and so are the sampling parameters: name the target you trust. The
-    context length is never taken from a file, which could cut an answer short: it is the model's own (at most 8,192)
-    unless given. What cannot be recomputed, such as origins and times, is named as not checked.
+    Target, precision, weights and runner are those saved with the answers, unless given; of a --pair only the target is
+    used. What the file says of them and of the sampling parameters is a claim, so name the target that you trust. The
+    context length never comes from the file, which could cut an answer short: it is the model's own (at most 8,192)
+    unless given. What cannot be recomputed, such as origins and times, is reported as not checked.
     """
     from specbranch.cli.progress import tracked
     from specbranch.lab.recheck.compare import recheck

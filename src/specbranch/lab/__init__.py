@@ -1,1 +1,1 @@
-"""The lab: methods compared, costs measured, theory. The engine imports nothing of it."""
+"""The lab: benchmarks, replays, measured costs and theory. The engine imports nothing from it."""

@@ -1,1 +1,1 @@
-"""Drafts and predictors for a target. The engine imports nothing of it."""
+"""Training of drafts and predictors for a target. The engine imports nothing from it."""

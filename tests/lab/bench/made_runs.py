@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from specbranch.config import SpeculativeConfig
-from specbranch.lab.bench.prompt_runs import PromptRun, output_digest
+from specbranch.lab.bench.run_store import PromptRun, output_digest
 from specbranch.provenance import Provenance
 from toybench import PROFILE, Case, Ending, decode, virtual_clock
 

@@ -7,7 +7,7 @@ import pytest
 from specbranch.errors import BadParameter
 from specbranch.lab.bench import clocks
 from specbranch.lab.bench.clocks import machine_clock
-from specbranch.lab.bench.subjects import Running
+from specbranch.lab.bench.pair_setup import Running
 from specbranch.lab.measure.probes import Effort
 
 

@@ -26,9 +26,9 @@ from specbranch.errors import BadParameter
 from specbranch.lab.bench import aggregate
 from specbranch.lab.bench.aggregate import Timing, accepted_lengths, half_width, interval, pooled, rows_of
 from specbranch.lab.bench.compare import compare
-from specbranch.lab.bench.prompt_runs import PromptRun, RunStore, output_digest
 from specbranch.lab.bench.report import report_html
 from specbranch.lab.bench.results import COLUMNS, Column, ResultRow, Results, rows_csv, setting_text
+from specbranch.lab.bench.run_store import PromptRun, RunStore, output_digest
 from specbranch.lab.bench.table import losslessness, show, table_lines, table_text
 from specbranch.provenance import Provenance
 
@@ -385,13 +385,13 @@ class TestStore:
     def test_a_killed_process_loses_no_finished_run(self, tmp_path: Path) -> None:
         code = (
             "import os, signal, sys; from pathlib import Path; sys.path[:0] = sys.argv[2:];"
-            "from made_runs import run; from specbranch.lab.bench.prompt_runs import RunStore;"
+            "from made_runs import run; from specbranch.lab.bench.run_store import RunStore;"
             "store = RunStore(Path(sys.argv[1]), {});"
             "store.append(run('pearl', 'p1')); store.append(run('pearl', 'p2')); os.kill(os.getpid(), signal.SIGKILL)"
         )
         here = Path(__file__).parent
         done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / "runs.jsonl"), str(here), str(here.parent)], check=False
+            [sys.executable, "-c", code, str(tmp_path / "runs.jsonl"), str(here), str(here.parents[1])], check=False
         )
         assert done.returncode == -9
         assert [one.prompt for one in RunStore(tmp_path / "runs.jsonl", {}).runs] == ["p1", "p2"]
@@ -424,9 +424,9 @@ class TestStore:
         with pytest.raises(BadParameter, match="version 9"):
             RunStore(file, PLAN)
         file.write_text('{"something": "else"}\n')
-        with pytest.raises(BadParameter, match="no file of bench runs"):
+        with pytest.raises(BadParameter, match="not a file of bench runs"):
             RunStore(file, PLAN)
-        with pytest.raises(BadParameter, match="cannot be kept"):
+        with pytest.raises(BadParameter, match="cannot be written"):
             RunStore(file / "below" / "runs.jsonl", PLAN)
 
     def test_runs_of_other_models_or_charges_under_the_same_names_are_refused(self, tmp_path: Path) -> None:
@@ -623,8 +623,8 @@ def test_settings_read_the_same_whatever_their_order() -> None:
 
 def test_none_of_this_loads_torch_or_numpy() -> None:
     modules = [
-        *("suites.suite", "suites.hub", "files", "provenance"),
-        *("bench.results", "bench.prompt_runs", "bench.aggregate", "bench.compare", "bench.table", "bench.report"),
+        *("lab.suites.suite", "lab.suites.hub", "files", "provenance"),
+        *(f"lab.bench.{name}" for name in ("results", "run_store", "aggregate", "compare", "table", "report")),
     ]
     names = ", ".join(f"specbranch.{name}" for name in modules)
     code = f"import sys, {names}; sys.exit(' '.join({{'torch', 'numpy', 'transformers'}} & sys.modules.keys()))"

@@ -17,11 +17,11 @@ from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
-from specbranch.lab.bench import tuning
+from specbranch.lab.bench import methods, tuning
 from specbranch.lab.bench.clocks import Clock
-from specbranch.lab.bench.lab import Lab, Workload
-from specbranch.lab.bench.methods import NOT_SEARCHED, SPACES, Name, default_setting
-from specbranch.lab.bench.tuning import TRIALS, Goal, TunedSeconds, Tuner, can_be_tuned, candidates, tuning_suites
+from specbranch.lab.bench.methods import NOT_SEARCHED, SPACES, TRIALS, Name, can_be_tuned, candidates, default_setting
+from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
+from specbranch.lab.bench.tuning import Goal, TunedSeconds, Tuner, tuning_suites
 from specbranch.lab.replay.pricing import NotingDecoder
 from specbranch.lab.replay.record import Record
 from specbranch.lab.suites.suite import SHIPPED, Prompt, Suite, load_suite
@@ -37,42 +37,42 @@ DEAR = Clock("dear", CostProfile(target=((1, 1.0), (16, 3.0)), draft=((1, 0.9),)
 
 
 @pytest.fixture(scope="module")
-def lab(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with Lab(target=pair[0], draft=pair[1], folder=tmp_path_factory.mktemp("lab")) as made:
+def recorded(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedPair]:
+    with RecordedPair(target=pair[0], draft=pair[1], folder=tmp_path_factory.mktemp("lab")) as made:
         yield made
 
 
 @pytest.fixture
-def fresh(lab: Lab) -> Lab:
-    """The lab without what earlier searches left behind."""
-    lab.replays.forget()
-    for file in kept(lab):
+def fresh(recorded: RecordedPair) -> RecordedPair:
+    """The pair without what earlier searches left behind."""
+    recorded.replays.forget()
+    for file in kept(recorded):
         file.unlink()
-    return lab
+    return recorded
 
 
-def kept(lab: Lab) -> list[Path]:
-    return sorted(Tuner(lab, goal())._folder.glob("*.json"))
+def kept(recorded: RecordedPair) -> list[Path]:
+    return sorted(Tuner(recorded, goal())._folder.glob("*.json"))
 
 
 def goal(clock: Clock = CHEAP, trials: int = 12) -> Goal:
     return Goal(clock, WORKLOAD, SUITES, trials)
 
 
-def charged(lab: Lab, config: SpeculativeConfig, clock: Clock, known: Experience | None = None) -> float:
+def charged(recorded: RecordedPair, config: SpeculativeConfig, clock: Clock, known: Experience | None = None) -> float:
     """The seconds of real replays under the profile; nothing `known` before each of them unless it is given."""
     assert clock.profile is not None
     total = 0.0
     for prompt in SUITES[0].prompts:
-        for record in lab.records(prompt, WORKLOAD):
-            total += lab.replays.decoder(record).decode(config, clock.profile, experience=known).decode_seconds
+        for record in recorded.records(prompt, WORKLOAD):
+            total += recorded.replays.decoder(record).decode(config, clock.profile, experience=known).decode_seconds
     return total
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clock", [CHEAP, DEAR], ids=lambda clock: clock.name)
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl"])
-def test_of_one_knob_the_best_value_is_taken(method: str, clock: Clock, fresh: Lab) -> None:
+def test_of_one_knob_the_best_value_is_taken(method: str, clock: Clock, fresh: RecordedPair) -> None:
     values = SPACES[method]["num_speculative_tokens"]
     seconds = {
         n: charged(fresh, SpeculativeConfig(method=method, num_speculative_tokens=int(n)), clock) for n in values
@@ -87,14 +87,14 @@ def test_of_one_knob_the_best_value_is_taken(method: str, clock: Clock, fresh: L
 
 
 @pytest.mark.slow
-def test_lengths_that_only_get_worse_end_the_search(fresh: Lab) -> None:
+def test_lengths_that_only_get_worse_end_the_search(fresh: RecordedPair) -> None:
     found = Tuner(fresh, goal(DEAR)).search("speculative")
     assert found.best.config.num_speculative_tokens == 1 and 3 < found.looked_at < 12
     assert len(set(fresh.replays.decoded)) == found.looked_at
 
 
 @pytest.mark.slow
-def test_the_best_length_depends_on_what_a_draft_step_costs(fresh: Lab) -> None:
+def test_the_best_length_depends_on_what_a_draft_step_costs(fresh: RecordedPair) -> None:
     best = [Tuner(fresh, goal(clock, TRIALS)).setting("speculative").config for clock in (DEAR, CHEAP)]
     assert best[0] is not None and best[1] is not None
     assert best[0].num_speculative_tokens < best[1].num_speculative_tokens
@@ -102,10 +102,12 @@ def test_the_best_length_depends_on_what_a_draft_step_costs(fresh: Lab) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [BRANCHES, "lookup", "lookahead"])
-def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_worse(method: str, fresh: Lab) -> None:
+def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_worse(
+    method: str, fresh: RecordedPair
+) -> None:
     found = Tuner(fresh, goal(DEAR, 16)).search(method)
     usual = default_setting(method).config
-    assert usual is not None and tuning.chosen(found.trials[0].config) == tuning.chosen(usual)
+    assert usual is not None and methods.knob_values(found.trials[0].config) == methods.knob_values(usual)
     assert found.best.seconds <= charged(fresh, usual, DEAR) * (1 + 1e-9)
     assert found.best.seconds == pytest.approx(charged(fresh, found.best.config, DEAR))
     assert found.best.seconds < found.trials[0].seconds, "nothing better than the usual setting was found"
@@ -115,7 +117,7 @@ def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_wors
 
 
 @pytest.mark.slow
-def test_a_trial_far_off_on_a_part_of_the_prompts_is_not_tried_on_all(fresh: Lab) -> None:
+def test_a_trial_far_off_on_a_part_of_the_prompts_is_not_tried_on_all(fresh: RecordedPair) -> None:
     many = Suite(
         "many", tuple(Prompt(str(at), "", (f"{at} branches and {at + 1} guesses",)) for at in range(10)), "test"
     )
@@ -127,7 +129,7 @@ def test_a_trial_far_off_on_a_part_of_the_prompts_is_not_tried_on_all(fresh: Lab
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [BRANCHES, "specbranch"])
-def test_a_search_repeats_itself(method: str, fresh: Lab) -> None:
+def test_a_search_repeats_itself(method: str, fresh: RecordedPair) -> None:
     first = Tuner(fresh, goal()).search(method)
     for file in kept(fresh):
         file.unlink()
@@ -137,7 +139,7 @@ def test_a_search_repeats_itself(method: str, fresh: Lab) -> None:
 @pytest.mark.parametrize("clock", [CHEAP, DEAR], ids=lambda clock: clock.name)
 @pytest.mark.parametrize("method", ["tree", "specbranch"])
 def test_a_method_that_plans_by_itself_is_replayed_by_the_clock_with_one_experience_for_all(
-    method: str, clock: Clock, fresh: Lab
+    method: str, clock: Clock, fresh: RecordedPair
 ) -> None:
     found = Tuner(fresh, goal(clock)).search(method)
     assert found.looked_at == 1 and [trial.config for trial in found.trials] == [default_setting(method).config]
@@ -145,7 +147,7 @@ def test_a_method_that_plans_by_itself_is_replayed_by_the_clock_with_one_experie
     assert not fresh.replays.decoded and Tuner(fresh, goal(clock, TRIALS)).setting(method) == found.setting
 
 
-def test_the_same_question_is_answered_without_a_replay(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_question_is_answered_without_a_replay(fresh: RecordedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Tuner(fresh, goal()).search("lookup")
     fresh.replays.forget()
     monkeypatch.setattr(NotingDecoder, "noted", None)
@@ -167,13 +169,15 @@ def one_prompt() -> Suite:
 
 
 @pytest.mark.slow
-def test_another_clock_is_charged_for_what_was_replayed_already(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_clock_is_charged_for_what_was_replayed_already(
+    fresh: RecordedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Tuner(fresh, goal()).search("pearl")
     monkeypatch.setattr(NotingDecoder, "noted", None)
     assert Tuner(fresh, goal(DEAR)).search("pearl").trials
 
 
-def test_a_damaged_file_counts_as_none(fresh: Lab) -> None:
+def test_a_damaged_file_counts_as_none(fresh: RecordedPair) -> None:
     first = Tuner(fresh, goal()).search("speculative")
     (file,) = kept(fresh)
     for text in ("", "[]", '{"trials": []}', '{"trials": [{"config": {"gamma": 3}, "seconds": 1.0}]}'):
@@ -182,7 +186,9 @@ def test_a_damaged_file_counts_as_none(fresh: Lab) -> None:
     assert len(json.loads(file.read_text())["trials"]) == len(first.trials)
 
 
-def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(
+    fresh: RecordedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tuner, seconds = Tuner(fresh, goal()), Tuner._seconds
 
     def third_fails(self: Tuner, config: SpeculativeConfig, records: list[Record]) -> float:
@@ -200,20 +206,20 @@ def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(fresh: Lab, mon
     assert tuner.found("pearl") is None and not kept(fresh)
 
 
-def test_progress_is_told(fresh: Lab) -> None:
+def test_progress_is_told(fresh: RecordedPair) -> None:
     told: list[tuple[str, int, int]] = []
     Tuner(fresh, goal(), lambda *what: told.append(what)).search("speculative")
     assert ("Tuning speculative for cheap", 3, 12) in told and told[0] == ("Recording the target", 0, 2)
 
 
-def test_methods_without_knobs_are_left_as_they_are(lab: Lab) -> None:
+def test_methods_without_knobs_are_left_as_they_are(recorded: RecordedPair) -> None:
     for method in ("autoregressive", "hf-generate"):
-        assert Tuner(lab, goal(Clock())).setting(method) == default_setting(method)
+        assert Tuner(recorded, goal(Clock())).setting(method) == default_setting(method)
 
 
-def test_without_a_profile_there_is_nothing_to_charge_by(lab: Lab) -> None:
+def test_without_a_profile_there_is_nothing_to_charge_by(recorded: RecordedPair) -> None:
     with pytest.raises(BadParameter, match="specbranch profile"):
-        Tuner(lab, goal(Clock())).setting("speculative")
+        Tuner(recorded, goal(Clock())).setting("speculative")
 
 
 def test_tuning_prompts_are_not_the_first_that_a_bench_takes() -> None:
@@ -239,7 +245,7 @@ def test_without_a_draft_only_what_needs_none_is_searched() -> None:
 def test_every_setting_that_a_search_of_lookahead_may_come_to_is_valid() -> None:
     space = SPACES["lookahead"]
     places = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
-    made = [tuning._config("lookahead", values) for values in places]
+    made = [methods.config_with("lookahead", values) for values in places]
     assert {config.lookahead_window for config in made} == set(space["lookahead_window"])
     shorter = [
         config

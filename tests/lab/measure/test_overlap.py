@@ -201,7 +201,10 @@ class Failing(ToyRunner):
 
 def test_a_draft_that_fails_while_it_is_timed_is_a_sentence() -> None:
     executor = Streams(Verifier(Deferred(law(), lambda: 2)), Drafter(Failing(law())))
-    with TrialRounds(executor, TEXT) as rounds, pytest.raises(ModelError, match="draft was lost while it was timed"):
+    with (
+        TrialRounds(executor, TEXT) as rounds,
+        pytest.raises(ModelError, match="draft process ended while it was timed"),
+    ):
         rounds.both(1)
 
 

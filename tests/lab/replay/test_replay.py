@@ -152,7 +152,7 @@ def test_what_a_target_guessed_off_its_record_is_asked_once(target: ReplayedMode
 
 
 def test_a_method_that_has_the_target_guess_needs_the_target(draft: ReplayedModel) -> None:
-    with pytest.raises(BadParameter, match="'lookahead' asks what it would say to guesses of its own"):
+    with pytest.raises(BadParameter, match="'lookahead' needs its tokens after guesses of its own"):
         RecordDecoder(record_of(CASES[0]), draft).decode(SpeculativeConfig(method="lookahead"), PROFILE)
 
 
@@ -288,7 +288,7 @@ def test_a_record_that_is_not_what_the_target_says_is_noticed(draft: ReplayedMod
 
 
 def test_more_branches_than_are_remembered_is_a_sentence(draft: ReplayedModel) -> None:
-    with pytest.raises(BadParameter, match="a replay remembers 12"):
+    with pytest.raises(BadParameter, match="a replay stores 12"):
         RecordDecoder(record_of(CASES[0]), draft).decode(
             SpeculativeConfig(method="specbranch", policy="confidence", max_branches=13), PROFILE
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specbranch.lab.suites.filler import behind
+from specbranch.lab.suites.filler import with_filler
 from specbranch.lab.suites.suite import Prompt, Suite
 
 SUITE = Suite(
@@ -25,14 +25,14 @@ def all_words(turns: Sequence[str]) -> int:
 
 @pytest.mark.parametrize("length", [150, 1000, 20_000])
 def test_prompt_and_answers_fill_the_context_and_end_with_the_question(length: int) -> None:
-    suite = behind(SUITE, length, ANSWER, words, all_words)
+    suite = with_filler(SUITE, length, ANSWER, words, all_words)
     assert suite.name == f"talk@{length}" and [prompt.id for prompt in suite.prompts] == ["1", "2"]
     for before, prompt in zip(SUITE.prompts, suite.prompts, strict=True):
         assert prompt.turns[0].endswith(before.turns[0]) and prompt.turns[1:] == before.turns[1:]
         assert length - 60 < all_words(prompt.turns) + ANSWER * len(prompt.turns) <= length
-    assert suite == behind(SUITE, length, ANSWER, words, all_words)
+    assert suite == with_filler(SUITE, length, ANSWER, words, all_words)
     assert len({prompt.digest for prompt in (*suite.prompts, *SUITE.prompts)}) == 4
 
 
 def test_what_is_as_long_by_itself_stays_as_it_is() -> None:
-    assert behind(SUITE, 30, ANSWER, words, all_words).prompts == SUITE.prompts
+    assert with_filler(SUITE, 30, ANSWER, words, all_words).prompts == SUITE.prompts

@@ -17,7 +17,7 @@ from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, ModelError
-from specbranch.lab.bench.mirror import as_transformers, refuse_other_families
+from specbranch.lab.bench.other_engines.transformers_weights import as_transformers, refuse_other_families
 from specbranch.models.drafts.load import load_draft
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
@@ -162,9 +162,9 @@ def test_a_pair_with_inflated_models_says_what_the_source_says(
 def test_an_inflated_draft_is_no_target_and_no_other_targets(
     places: dict[str, str], pair: tuple[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match="is a draft, which runs beside its target alone"):
+    with pytest.raises(ModelError, match="is a draft, which runs only with its target"):
         load_native(places["large whole"])
-    with pytest.raises(ModelError, match="is a draft, which runs beside"):
+    with pytest.raises(ModelError, match="is a draft, which runs only with"):
         LLM(places["large whole"], method="autoregressive", device="cpu")
     with pytest.raises(ModelError, match="was made for"):
         load_draft(places["large whole"], pair[1])

@@ -1,1 +1,1 @@
-"""The lab: suites, records and replays, paired runs, reports, tuning."""
+"""Benchmarks: paired runs of decoding methods, by the wall clock or by a modelled clock, and their reports."""

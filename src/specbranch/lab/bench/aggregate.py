@@ -1,9 +1,8 @@
-"""From prompt-runs to rows: pooled counters, paired speedups with their noise, and whether every run gave the same
-tokens.
+"""From prompt runs to rows: pooled counters, paired speedups with their noise, and the check for losslessness.
 
-Owns the statistics over runs; what a single request did, and every rate, is defined in core.stats alone, which is asked
-for the summary of the counters added up. Invariant: a speedup holds a method against autoregressive decoding of the
-same prompts in the same repeats only.
+Owns the statistics over runs. core.stats alone defines what one request did, and every rate; this file asks it for the
+summary of the added counters. Invariant: a speedup compares a method only with autoregressive decoding of the same
+prompts in the same repeats.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any, TypeVar
 
 from specbranch.clock.shipped import WALL
 from specbranch.core.stats import Stats
-from specbranch.lab.bench.prompt_runs import PromptRun
 from specbranch.lab.bench.results import ResultRow
+from specbranch.lab.bench.run_store import PromptRun
 from specbranch.lab.suites.suite import prompt_set
 
 DRAWS, BOOTSTRAP_SEED = 1000, 20260301  # the bootstrap's seed is fixed: equal runs give equal intervals
@@ -40,8 +39,8 @@ K = TypeVar("K")
 
 
 def rows_of(measurements: Iterable[PromptRun]) -> tuple[ResultRow, ...]:
-    """Return a row for each method and setting on each suite, pair, temperature and clock, in the order they first
-    appear."""
+    """Return a row for each method and setting on each suite, pair, temperature and clock, in order of first
+    appearance."""
     runs = list(measurements)
     baselines: dict[tuple[Any, ...], dict[Slot, PromptRun]] = defaultdict(dict)
     for one in runs:
@@ -52,7 +51,7 @@ def rows_of(measurements: Iterable[PromptRun]) -> tuple[ResultRow, ...]:
 
 
 def pooled(turns: Iterable[Mapping[str, Any]]) -> Stats:
-    """Add up what summaries of requests say, as one request whose first tokens are all left out of decoding."""
+    """Add up summaries of requests, as one request; the first token of each request does not count as decoded."""
     total = Stats(emitted=1)
     for turn in turns:
         total.go_on_with(Stats.from_summary(turn))
@@ -62,7 +61,7 @@ def pooled(turns: Iterable[Mapping[str, Any]]) -> Stats:
 def accepted_lengths(stats: Stats) -> tuple[int, ...]:
     """Return how many verifications of a chain accepted 0, 1, 2 … of its tokens.
 
-    accepted_at[n] counts the chains of which more than n tokens were accepted, so neighbours differ by those that ended
+    accepted_at[n] counts the chains with more than n accepted tokens, so neighbours differ by the chains that ended
     there.
     """
     more = [*stats.tested_at[:1], *stats.accepted_at, 0]
@@ -72,17 +71,17 @@ def accepted_lengths(stats: Stats) -> tuple[int, ...]:
 def interval(
     mine: Sequence[Timing], base: Sequence[Timing], draws: int = DRAWS, seed: int = BOOTSTRAP_SEED
 ) -> tuple[float, float] | None:
-    """Return the 95 % interval of the speedup when prompts are drawn anew, each with its own pair of timings; None
-    for fewer than two."""
+    """Return the 95 % bootstrap interval of the speedup; prompts are drawn with their pair of timings. None for fewer
+    than two."""
     if len(mine) < 2:
         return None
-    generator, places = random.Random(seed), range(len(mine))
+    generator, indices = random.Random(seed), range(len(mine))
     columns = [
         [getattr(timing, name) for timing in timings] for timings in (mine, base) for name in ("decoded", "seconds")
     ]
     found = []
     for _ in range(draws):
-        drawn = generator.choices(places, k=len(mine))
+        drawn = generator.choices(indices, k=len(mine))
         decoded, seconds, base_decoded, base_seconds = (sum(map(column.__getitem__, drawn)) for column in columns)
         found.append(decoded / seconds * base_seconds / base_decoded)
     found.sort()
@@ -90,7 +89,7 @@ def interval(
 
 
 def half_width(values: Sequence[float], clock: str) -> float | None:
-    """Return half of the width of the middle 50 % over the median: the spread of repeats, as results defines it."""
+    """Return half of the interquartile range over the median: the spread of repeats, as `results` defines it."""
     if len(values) < 2:
         return None if clock == WALL or not values else 0.0
     low, middle, high = quantiles(values, n=4, method="inclusive")
@@ -98,7 +97,7 @@ def half_width(values: Sequence[float], clock: str) -> float | None:
 
 
 def _scene(one: PromptRun) -> tuple[Any, ...]:
-    """What runs must share to be held against one another."""
+    """Return the values that two runs must share to be compared."""
     return one.pair, one.suite, one.clock, one.temperature
 
 
@@ -124,23 +123,23 @@ def _row(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> ResultRow:
 
 
 def _counted(runs: list[PromptRun]) -> dict[str, Any]:
-    """What depends on counters alone, and the shares of decode time."""
+    """Return the figures that depend on counters alone, and the shares of decode time."""
     turns = [turn for run in runs for turn in run.turns]
     stats, emitted = pooled(turns), sum(turn["tokens"] for turn in turns)
-    told = stats.summary()
+    summary = stats.summary()
     drafted = stats.drafted > 0
     clocked = all("both_busy_seconds" in turn for turn in turns)  # methods from outside and old files lack it
     return {
-        "tokens_per_forward": told["tokens_per_forward"],
-        "rollback_rate": told["rollback_rate"] if drafted else None,
-        "run_between_rejections": told["run_between_rejections"],
-        "rollback": {reason: count / emitted for reason, count in told["rollback"].items() if drafted and emitted},
+        "tokens_per_forward": summary["tokens_per_forward"],
+        "rollback_rate": summary["rollback_rate"] if drafted else None,
+        "run_between_rejections": summary["run_between_rejections"],
+        "rollback": {reason: count / emitted for reason, count in summary["rollback"].items() if drafted and emitted},
         "accepted_lengths": accepted_lengths(stats),
-        "acceptance_by_position": tuple(told["acceptance_by_position"]),
+        "acceptance_by_position": tuple(summary["acceptance_by_position"]),
         "tested_by_position": tuple(stats.tested_at),
-        "branch_hit_rate": told["branch_hit_rate"],
-        "draft_idle": _share(told["draft_idle_seconds"], stats.decode_seconds),
-        "target_idle": _share(told["target_idle_seconds"] if stats.target_busy else None, stats.decode_seconds),
+        "branch_hit_rate": summary["branch_hit_rate"],
+        "draft_idle": _share(summary["draft_idle_seconds"], stats.decode_seconds),
+        "target_idle": _share(summary["target_idle_seconds"] if stats.target_busy else None, stats.decode_seconds),
         "draft_overlapped": _share(stats.both_busy, stats.draft_busy) if clocked else None,
         "host_share": _share(stats.host_seconds, stats.decode_seconds) if clocked else None,
         "begun_with_tree": _share(stats.rounds_begun, stats.target_forwards) if stats.rounds_overlapped else None,
@@ -164,7 +163,7 @@ def _timed(runs: list[PromptRun]) -> dict[str, Any]:
 
 
 def _paired(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> dict[str, Any]:
-    """The speedup over the prompts and repeats that both finished, its interval and its spread."""
+    """Return the speedup over the prompts and repeats that both finished, its interval and its spread."""
     slots = {(run.prompt, run.repeat): _timing(run) for run in runs if (run.prompt, run.repeat) in base}
     others = {slot: _timing(base[slot]) for slot in slots}
     slots = {slot: timing for slot, timing in slots.items() if timing.decoded and others[slot].decoded}
@@ -180,8 +179,8 @@ def _paired(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> dict[str, Any
 
 
 def _checked(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> dict[str, Any]:
-    """Whether all runs gave the tokens of autoregressive decoding, and how many did not; not asked where the rule
-    only keeps the law."""
+    """Return whether all runs gave the tokens of autoregressive decoding, and how many did not. None if the rule keeps
+    only the distribution."""
     pairs = [(run, base[run.prompt, run.repeat]) for run in runs if (run.prompt, run.repeat) in base]
     if runs[0].rule != "match" or not pairs:
         return {"lossless": None}
@@ -201,7 +200,7 @@ def _timing(run: PromptRun) -> Timing:
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return items by what they have in common, in the order they first appear."""
+    """Group items by a key, in order of first appearance."""
     found: dict[K, list[T]] = defaultdict(list)
     for item in items:
         found[key(item)].append(item)
@@ -218,7 +217,8 @@ def _typical(slots: Mapping[Slot, Timing]) -> dict[str, Timing]:
 
 
 def _by_repeat(slots: Mapping[Slot, Timing], value: Callable[[list[Slot]], float | None]) -> list[float]:
-    """Return a figure for each repeat that has all prompts: one that was broken off has others, which is no noise."""
+    """Return a figure for each complete repeat. An interrupted repeat has other prompts, and that difference is no
+    noise."""
     prompts = {prompt for prompt, _ in slots}
     repeats = _grouped(slots, lambda slot: slot[1])
     found = [value(chosen) for chosen in repeats.values() if len(chosen) == len(prompts)]
@@ -231,8 +231,7 @@ def _rate(timings: Sequence[Timing]) -> float | None:
 
 
 def _ratio(mine: Sequence[Timing], base: Sequence[Timing]) -> float:
-    """How much faster: decoded tokens a second of one over the other. Callers pass timings of something decoded
-    only."""
+    """Return the ratio of two decode rates. Callers pass only timings with decoded tokens."""
     return (_rate(mine) or math.nan) / (_rate(base) or math.nan)
 
 

@@ -1,10 +1,10 @@
-"""What changed between two results, and whether by more than their noise.
+"""The changes between two results, and whether they exceed the noise.
 
-Owns the comparison of rows and its words. Invariant: no verdict is given about rows made from different prompts, models
-or texts; such rows are named, with the reason.
+Owns the comparison of rows and its wording. Invariant: rows made from different prompts, models or texts get no
+verdict; they are listed with the reason.
 
-A change counts as real if it exceeds the root of the sum of both squared spreads times a factor that depends on the
-repeats: a spread is itself uncertain, the more so the fewer they are. Where a spread is unknown, the 95 % intervals
+A change is real if it exceeds the root of the sum of both squared spreads, times a factor. The factor depends on the
+number of repeats, because a spread from few repeats is itself uncertain. If a spread is unknown, the 95 % intervals
 decide: they must not overlap. On a modelled clock both spreads are 0, and any change is real.
 """
 
@@ -54,7 +54,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two results beside one another."""
+    """Two results, compared row by row."""
 
     changes: tuple[Change, ...]
     only_before: tuple[ResultRow, ...]
@@ -71,27 +71,28 @@ class Comparison:
         }
 
     def lines(self) -> list[str]:
-        """Say it in words, warnings first, then row by row, then the sum."""
-        told = [f"Note: {warning}" for warning in self.warnings]
-        told += [_sentence(change) for change in self.changes]
-        told += [f"only in the first: {row_name(row)}" for row in self.only_before]
-        told += [f"only in the second: {row_name(row)}" for row in self.only_after]
+        """Return the comparison in words: warnings, then rows, then totals."""
+        lines = [f"Note: {warning}" for warning in self.warnings]
+        lines += [_sentence(change) for change in self.changes]
+        lines += [f"only in the first: {row_name(row)}" for row in self.only_before]
+        lines += [f"only in the second: {row_name(row)}" for row in self.only_after]
         counts = Counter(change.verdict for change in self.changes)
         total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(ChangeKind))
-        told.append(f"{len(self.changes)} rows in both: {total}." if self.changes else "The two have no row in common.")
-        return told
+        lines.append(
+            f"{len(self.changes)} rows in both: {total}." if self.changes else "The two have no row in common."
+        )
+        return lines
 
 
 def compare(before: Results, after: Results) -> Comparison:
-    """Hold two results against one another, row by row."""
+    """Compare two results row by row."""
     pairs, only_before, only_after = _matched(before.rows, after.rows)
     changes = tuple(_change(old, new, _obstacles(old, new, before, after)) for old, new in pairs)
     return Comparison(changes, only_before, only_after, _warnings(before, after))
 
 
 def noise(spread: float | None, other: float | None, repeats: int) -> float | None:
-    """Return the relative change that two runs of the same thing stay below 95 times in 100; None where a spread is
-    unknown."""
+    """Return the relative change that two equal runs stay below with 95 % probability; None if a spread is unknown."""
     if spread is None or other is None:
         return None
     factor = NOISE_FACTORS[max((known for known in NOISE_FACTORS if known <= repeats), default=2)]
@@ -99,15 +100,15 @@ def noise(spread: float | None, other: float | None, repeats: int) -> float | No
 
 
 def row_name(row: ResultRow) -> str:
-    """Name a row in a few words."""
+    """Return a short name of a row."""
     return f"{row.pair} · {row.suite} · {row.method} · temperature {row.temperature:g} · {row.clock}"
 
 
 def _matched(
     before: tuple[ResultRow, ...], after: tuple[ResultRow, ...]
 ) -> tuple[list[tuple[ResultRow, ResultRow]], tuple[ResultRow, ...], tuple[ResultRow, ...]]:
-    """Match rows of equal settings first; what is left over, where a method came in one setting on either side,
-    across settings."""
+    """Match rows of equal settings first. A remaining method with one setting on either side is matched across
+    settings."""
     exact = {row.key: row for row in after}
     pairs = [(row, exact[row.key]) for row in before if row.key in exact]
     taken = {row.key for row, _ in pairs}
@@ -122,7 +123,7 @@ def _matched(
 
 
 def _obstacles(old: ResultRow, new: ResultRow, before: Results, after: Results) -> tuple[str, ...]:
-    """Why no verdict can be given on a row, if so."""
+    """Return the reasons why a row gets no verdict."""
     found = []
     if old.prompt_set != new.prompt_set:
         found.append(f"made from different prompts ({old.prompts} and {new.prompts})")
@@ -159,7 +160,7 @@ def _delta(old: float | None, new: float | None, noise: float | None, apart: boo
 
 
 def _apart(first: tuple[float | None, float | None], second: tuple[float | None, float | None]) -> bool | None:
-    """Whether two intervals do not overlap; None if one is missing."""
+    """True if two intervals do not overlap; None if one is missing."""
     (low, high), (other_low, other_high) = first, second
     if low is None or high is None or other_low is None or other_high is None:
         return None
@@ -177,13 +178,13 @@ def _remarks(old: ResultRow, new: ResultRow) -> tuple[str, ...]:
 
 
 def _warnings(before: Results, after: Results) -> tuple[str, ...]:
-    """Name what differs as a whole, for it may be what changed the rows."""
+    """List differences between the two runs as a whole, since they may explain the changes."""
     found = []
     for what in ("hardware", "versions", "settings", "commit", "Python"):
         mine, theirs = (getattr(results.provenance, what.lower()) for results in (before, after))
         if mine != theirs:
-            told = _differences(mine, theirs) if isinstance(mine, Mapping) else f"{mine} → {theirs}"
-            found.append(f"{what} {'differ' if what.endswith('s') else 'differs'}: {told}")
+            difference = _differences(mine, theirs) if isinstance(mine, Mapping) else f"{mine} → {theirs}"
+            found.append(f"{what} {'differ' if what.endswith('s') else 'differs'}: {difference}")
     return tuple(found)
 
 

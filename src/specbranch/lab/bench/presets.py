@@ -1,6 +1,6 @@
-"""What a bench runs where nothing is said: the presets of `specbranch bench run`, and its defaults.
+"""The presets of `specbranch bench run`, and its defaults.
 
-Owns the choice of methods, prompts, clocks and shapes, nothing of how they are run.
+Owns the choice of methods, prompts, clocks and shapes. How they are run is for `job` and `paired_runs`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from specbranch.lab.suites.suite import ALL_SHIPPED, PUBLIC
 from specbranch.pairs import PAIRS
 
 PUBLIC_SUITES = tuple(PUBLIC)
-# What is replayed quickly; lookahead has the target decode anew.
+# Methods that replay fast; lookahead needs the target to decode again.
 QUICKLY = tuple(name for name, method in METHODS.items() if not method.guesses)
 VARIANTS = ("specbranch:confidence", "specbranch:paper", "specbranch")
 MODELLED = (*(name for name in QUICKLY if name != "specbranch"), *VARIANTS)
-TWO_DEVICES = ("h200x2-1b-8b", "h200x2-68m-7b")  # what overlap would bring with a GPU for each model
+TWO_DEVICES = ("h200x2-1b-8b", "h200x2-68m-7b")  # overlap with a GPU for each model
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
         "methods": "autoregressive,speculative,specbranch",
@@ -61,7 +61,7 @@ PRESETS["ablation"] = {
 }
 
 # On one GPU a method takes some 10 seconds for eight prompts a suite at 7B or 8B, and for two at 33B.
-OF_PAIR: dict[str, dict[str, Any]] = {  # the shapes that a pair runs in there
+OF_PAIR: dict[str, dict[str, Any]] = {  # the shapes of each pair on a GPU
     "smollm2-weak": {"draft_shape": "68m", "target_shape": "7b"},
     "smollm2-default": {"draft_shape": "1b", "target_shape": "8b"},
     "smollm2-strong": {"draft_shape": "1.3b", "target_shape": "33b", "limit": 2, "outside_limit": 1},
@@ -106,38 +106,39 @@ PRESETS |= {
 }
 DEFAULTS: dict[str, Any] = {  # the other defaults are those of `BenchOrder`
     "methods": "autoregressive,speculative,adaptive,pearl,specbranch,lookup",
-    "of_pair": {},  # what differs from pair to pair
+    "of_pair": {},  # values that differ from pair to pair
     "tune": True,
     "executor": "serial",
 }
-TOLD = [  # what the help says of each preset
-    ("quick", "three methods, untuned, on two of our own prompts of each kind: a minute or two"),
+PRESET_HELP = [
+    ("quick", "three methods, untuned, on two shipped prompts of each kind; a minute or two"),
     (
         "wall",
-        "this machine's clock: plain, tuned serial, specbranch, auto and transformers on 4 prompts of each public "
-        "suite",
+        "wall clock: plain decoding, tuned serial speculation, specbranch, auto and transformers on 4 prompts of each "
+        "public suite",
     ),
     ("modelled", "all methods, pairs and shipped profiles on 32 prompts of each public suite, from records"),
     (
         "ablation",
-        "specbranch and the paper's policy with each part left out, and over ε and k_max, on 8 prompts of each suite",
+        "specbranch and the paper's policy with each part switched off, and over ε and k_max, on 8 prompts of each "
+        "suite",
     ),
     (
         "gpu-core",
-        "one GPU's clock: the pair in the shapes of 68m & 7b (smollm2-weak), 1b & 8b (smollm2-default) or 1.3b & 33b "
-        "(smollm2-strong), all methods and transformers' on 8 prompts of each public suite (33b: 2) behind text up to "
-        "1,024 tokens",
+        "wall clock of one GPU: the pair in the shapes 68m & 7b (smollm2-weak), 1b & 8b (smollm2-default) or "
+        "1.3b & 33b (smollm2-strong); all methods and transformers on 8 prompts of each public suite (33b: 2), with "
+        "filler text up to 1,024 tokens",
     ),
-    ("gpu-temperature", "the same at temperature 1, without transformers"),
-    ("gpu-context", "fewer methods in contexts of 8,192 and, where the target was made for it, 32,768 tokens"),
-    ("gpu-int8", "drafts in int8"),
-    ("gpu-cpu-draft", "the pair's draft as it is on the CPU, in a process of its own, beside the target on the GPU"),
-    ("gpu-real", "models as they are: a --pair, or --target and --draft"),
+    ("gpu-temperature", "gpu-core at temperature 1, without transformers"),
+    ("gpu-context", "fewer methods, in contexts of 8,192 tokens and, if the target supports it, 32,768"),
+    ("gpu-int8", "fewer methods, with drafts in int8"),
+    ("gpu-cpu-draft", "the draft in its own shape in a process on the CPU, in parallel with the target on the GPU"),
+    ("gpu-real", "models in their own shapes: a --pair, or --target and --draft"),
 ]
 
 
 def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in what was not given: from the preset, then from the defaults."""
+    """Fill in missing values from the preset, then from the defaults."""
     filled = {**DEFAULTS, **PRESETS.get(given["preset"] or "", {})}
     found = {name: given[name] if given.get(name) not in (None, ()) else value for name, value in filled.items()}
     of_pair = {

@@ -1,20 +1,25 @@
-"""Results as one HTML file: what was found, drawn and in figures, and where it came from.
+"""Results as one HTML file: charts, tables, timelines and provenance.
 
-Owns the page. Invariant: the file stands alone (no scripts, nothing fetched), every picture says in words what it
-shows, and each figure is labelled as measured or modelled.
+Owns the page, and the timelines of single answers (`timeline-PAIR-METHOD.svg`, and `.json` for ui.perfetto.dev).
+Invariants: the page stands alone, without scripts or anything to fetch. A caption says in words what each picture
+shows, and each figure is labelled as measured or modelled. Timelines are drawn last, because recording a trace costs
+time.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specbranch.charts import BarSeries, ChartLine, bar_chart, line_chart
+from specbranch.core.trace import Trace
 from specbranch.files import write_whole
+from specbranch.lab.bench.methods import Setting
 from specbranch.lab.bench.results import (
     BASELINE,
     COLUMNS,
@@ -27,10 +32,19 @@ from specbranch.lab.bench.results import (
     setting_text,
 )
 from specbranch.lab.bench.table import losslessness
+from specbranch.lab.recheck.repeat import repeat
+from specbranch.lab.replay.record import Record
+from specbranch.lab.traces.rounds import Times, read_rounds, times
+from specbranch.lab.traces.timeline_svg import draw_svg, subtitle
+
+if TYPE_CHECKING:
+    from specbranch.lab.bench.recorded_pair import RecordedPair
 
 Scene = tuple[str, str, float]  # pair, clock, temperature: what can stand in one chart
 ByMethod = Mapping[str, list[ResultRow]]  # rows of one scene
 LEFT = ' class="name"'
+TIMELINE_TOKENS = 48  # length of the answer that a timeline shows
+TIMELINE_STEM = "timeline-"
 
 
 def save_report(results: Results, path: Path, pictures: Mapping[str, str] | None = None) -> None:
@@ -39,7 +53,7 @@ def save_report(results: Results, path: Path, pictures: Mapping[str, str] | None
 
 
 def report_html(results: Results, title: str = "SpecBranch bench", pictures: Mapping[str, str] | None = None) -> str:
-    """Return the page; `pictures` of timelines, as SVG, by what they show."""
+    """Return the page. `pictures` holds timelines as SVG, by title."""
     scenes = list(dict.fromkeys(_scene(row) for row in results.rows))
     body = [
         _header(results, title),
@@ -62,13 +76,13 @@ def _scene(row: ResultRow) -> Scene:
 def _header(results: Results, title: str) -> str:
     bad = any(row.lossless is False for row in results.rows)
     kind = "bad" if bad else "good" if any(row.lossless for row in results.rows) else "plain"
-    told = results.provenance
-    machine = told.hardware.get("gpus", [told.hardware.get("processor", "")])
+    provenance = results.provenance
+    machine = provenance.hardware.get("gpus", [provenance.hardware.get("processor", "")])
     facts = [
         f"{len(results.rows)} rows",
         ", ".join(dict.fromkeys(row.pair for row in results.rows)),
         ", ".join(machine),
-        told.made,
+        provenance.made,
     ]
     clocks = "".join(
         f'<p class="clock">Times: {escape(clock_label(clock))}</p>'
@@ -116,7 +130,7 @@ def _figure(svg: str, caption: str) -> str:
 
 
 def _by_method(rows: list[ResultRow]) -> ByMethod:
-    """Return rows under the name of their method, with its setting where it came in several."""
+    """Group rows by method; the setting is added to the name if a method has several."""
     kinds = {(row.method, setting_text(row.setting)): "" for row in rows}
     methods = [method for method, _ in kinds]
     for method, setting in kinds:
@@ -163,7 +177,7 @@ def _idle(methods: ByMethod) -> str:
 
 
 def _mean(figures: Iterable[tuple[float | None, int]]) -> float | None:
-    """Average figures over suites, each weighing as much as its tokens; None where nobody has one."""
+    """Average figures over suites, weighted by tokens; None if there is no figure."""
     found = [(value, tokens) for value, tokens in figures if value is not None and tokens]
     return sum(value * tokens for value, tokens in found) / sum(tokens for _, tokens in found) if found else None
 
@@ -199,19 +213,19 @@ def _added(columns: Any) -> list[float]:
 
 
 def _best(methods: ByMethod) -> str:
-    """Say in words what the chart of speedups shows."""
+    """Describe the chart of speedups in words."""
     others = {name: rows for name, rows in methods.items() if rows[0].method != BASELINE}
-    told = []
+    winners = []
     for suite in _suites(methods):
         found = {
             name: row.speedup for name, rows in others.items() for row in rows if row.suite == suite and row.speedup
         }
         if found:
             best = max(found, key=found.__getitem__)
-            told.append(f"{suite}: {best} {found[best]:.2f}×")
+            winners.append(f"{suite}: {best} {found[best]:.2f}×")
     spread = any(row.speedup_spread for rows in methods.values() for row in rows)
     noise = "Whiskers: the spread of repeats. " if spread else ""
-    fastest = f"Fastest on {'; '.join(told)}." if told else ""
+    fastest = f"Fastest on {'; '.join(winners)}." if winners else ""
     return f"Over autoregressive decoding (AR) on the same prompts in the same run. {noise}{fastest}"
 
 
@@ -235,19 +249,19 @@ def _cell(column: Column, row: ResultRow) -> str:
 
 
 def _provenance_section(results: Results) -> str:
-    told = results.provenance
+    provenance = results.provenance
     facts = {
-        "Made": told.made,
-        "Commit": told.commit or "not from a checkout",
-        "Python": told.python,
-        "Versions": _listed(told.versions),
-        "Hardware": _listed(told.hardware),
-        **{f"Pair {name}": _listed(models) for name, models in told.pairs.items()},
-        "Suites": _listed(told.suites),
-        "Asked for": _listed(told.workload),
-        "Settings": _listed(told.settings),
+        "Made": provenance.made,
+        "Commit": provenance.commit or "not from a checkout",
+        "Python": provenance.python,
+        "Versions": _listed(provenance.versions),
+        "Hardware": _listed(provenance.hardware),
+        **{f"Pair {name}": _listed(models) for name, models in provenance.pairs.items()},
+        "Suites": _listed(provenance.suites),
+        "Asked for": _listed(provenance.workload),
+        "Settings": _listed(provenance.settings),
         "Clocks": "; ".join(clock_label(clock) for clock in dict.fromkeys(row.clock for row in results.rows)),
-        "Command": told.command or "",
+        "Command": provenance.command or "",
     }
     return _facts("Where this came from", facts)
 
@@ -267,9 +281,37 @@ def _glossary() -> str:
 
 
 def _facts(title: str, facts: Mapping[str, str]) -> str:
-    """List what there is something to say of."""
+    """List the facts that are not empty."""
     entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts.items() if words)
     return f'<section><h2>{escape(title)}</h2><dl class="facts">{entries}</dl></section>\n'
+
+
+def draw_timeline(recorded: RecordedPair, setting: Setting, record: Record, folder: Path) -> Times:
+    """Answer a record's prompt once more, draw the timeline, and return where the time went."""
+    task = record.task
+    params = replace(task.params, max_tokens=min(task.params.max_tokens, TIMELINE_TOKENS))
+    trace = recorded.llm.core.loop.trace = Trace()
+    output = repeat(recorded.llm.using(speculative=setting.config), task.prompt, params, task.seed)
+    rounds = read_rounds(trace.events, len(output.token_ids), [piece.origin for piece in output.pieces])
+    spent = times(rounds)
+    draft = spent.together + spent.draft_alone
+    inside = f"; {spent.together / draft:.0%} of the draft's work inside the target's" if draft else ""
+    head = f"{recorded.pair}, {setting.method}"
+    stem = folder / f"{TIMELINE_STEM}{recorded.pair}-{setting.method.replace(':', '-')}"
+    write_whole(
+        stem.with_name(f"{stem.name}.svg"),
+        draw_svg(rounds, head, subtitle(rounds, len(output.token_ids), False) + inside),
+    )
+    trace.write_chrome(stem.with_name(f"{stem.name}.json"))
+    return spent
+
+
+def pictures(folder: Path) -> dict[str, str]:
+    """Return the timelines in a folder by name, including those of earlier commands."""
+    return {
+        file.stem.removeprefix(TIMELINE_STEM): file.read_text(encoding="utf-8")
+        for file in sorted(folder.glob(f"{TIMELINE_STEM}*.svg"))
+    }
 
 
 STYLE = """

@@ -1,9 +1,8 @@
-"""Rows of results, their files (JSON of a stated version, CSV), and the columns in which rows are shown.
+"""Rows of results, their files (versioned JSON, CSV), and the columns in which rows are shown.
 
-Owns the shape of a result, and `COLUMNS`: what each figure is called, what it means and how it is written, for the
-terminal, the page and its glossary alike. How figures come about is for `aggregate`, where they came from for
-`provenance`. Invariant: what `Results.save` writes, `Results.load` reads back equal, and a file of another version is
-refused rather than misread.
+Owns the shape of a result and `COLUMNS`: the name, meaning and format of each figure, for the terminal, the page and
+its glossary. `aggregate` computes the figures, `provenance` says where they came from. Invariant: `Results.load` reads
+back exactly what `Results.save` wrote, and refuses a file of another version.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ RowKey = tuple[str, str, str, str, float, str]  # pair, suite, clock, method, te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """What one method did on one suite with one pair at one temperature by one clock; see COLUMNS for its figures."""
+    """The figures of one method on one suite, with one pair, temperature and clock; COLUMNS explains them."""
 
     pair: str
     suite: str
@@ -77,21 +76,21 @@ class ResultRow:
 
     @property
     def key(self) -> RowKey:
-        """What tells a row from all others of a run."""
+        """The values that distinguish a row from all others of a run."""
         return (self.pair, self.suite, self.clock, self.method, self.temperature, setting_text(self.setting))
 
     @property
     def measured(self) -> bool:
-        """Whether time was measured rather than modelled."""
+        """True if time was measured, false if it was modelled."""
         return self.clock == WALL
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
+        """Return plain values for JSON."""
         return {**asdict(self), **{name: list(getattr(self, name)) for name in LISTS}}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build from plain values, refusing keys that never existed and naming those that are missing."""
+        """Build from plain values; refuse unknown keys and name missing ones."""
         names = [f.name for f in fields(cls)]
         values = {key: value for key, value in values.items() if key not in FORMER}
         for key in values:
@@ -106,13 +105,13 @@ class ResultRow:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The rows of a run and where they came from."""
+    """The rows of a run and their provenance."""
 
     rows: tuple[ResultRow, ...]
     provenance: Provenance
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the JSON file holds."""
+        """Return the contents of the JSON file."""
         rows = [row.to_dict() for row in self.rows]
         return {
             "format": RESULTS_FORMAT,
@@ -126,28 +125,30 @@ class Results:
         return json.dumps({"rows": [row.to_dict() for row in self.rows]}, ensure_ascii=False, allow_nan=False)
 
     def save(self, path: Path) -> None:
-        """Write as JSON; a file that was there is replaced as a whole or not at all."""
+        """Write as JSON; an existing file is replaced as a whole or not at all."""
         write_whole(path, json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     def save_csv(self, path: Path) -> None:
-        """Write one line a row, nested values spread over columns of their own."""
+        """Write one line per row; nested values get columns of their own."""
         write_whole(path, rows_csv(self.rows))
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a JSON file; one of another kind or version is refused."""
+        """Read a JSON file; refuse another kind or version."""
         values = _read(path)
         try:
             rows = tuple(ResultRow.from_dict(row) for row in values["rows"])
             return cls(rows, Provenance.from_dict(values["provenance"]))
         except KeyError as error:
-            raise BadParameter(f"{path} lacks {error}; it is no whole results file. Run the bench again.") from None
+            raise BadParameter(
+                f"{path} lacks {error}; it is not a complete results file. Run the bench again."
+            ) from None
         except BadParameter as error:
             raise BadParameter(f"{path}: {error}") from None
 
 
 def rows_csv(rows: Sequence[ResultRow]) -> str:
-    """Return rows as CSV with a header; empty cells where there is no figure."""
+    """Return rows as CSV with a header; a missing figure is an empty cell."""
     flat = [_flat(row) for row in rows]
     out, names = io.StringIO(), dict.fromkeys(name for one in flat for name in one)
     writer = csv.DictWriter(out, fieldnames=list(names), lineterminator="\n")
@@ -162,17 +163,17 @@ def setting_text(setting: Mapping[str, Any]) -> str:
 
 
 def figure_text(value: float | None, form: str, unit: str = "") -> str:
-    """Write a figure; a dash where there is none."""
+    """Format a figure; a dash stands for a missing one."""
     return "–" if value is None else f"{value:{form}}{unit}"
 
 
 def rate_text(value: float | None) -> str:
-    """Write tokens a second: one decimal, or three digits where that would say little."""
+    """Format tokens per second: one decimal, or three digits below 10."""
     return figure_text(value, ".1f" if value is not None and value >= 10 else ".3g")
 
 
 def clock_label(clock: str) -> str:
-    """Say whether a clock's seconds were measured or modelled."""
+    """Say whether a clock measures or models time."""
     if clock == WALL:
         return "measured (wall clock)"
     return f"modelled (cost profile {clock}): real tokens, time charged by the profile"
@@ -209,23 +210,23 @@ def _read(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of a row as people read it."""
+    """A figure of a row, as readers see it."""
 
     name: str
     cell: Callable[[ResultRow], str]
     meaning: str = ""
-    rank: int | None = None  # the higher, the sooner a narrow terminal leaves it out; None: no terminal shows it
-    short: str = ""  # its head on a terminal, if not its name
+    rank: int | None = None  # a narrow terminal drops the highest first; None: never on a terminal
+    short: str = ""  # its heading on a terminal, if not its name
     left: bool = False  # aligned to the left
-    page_cell: Callable[[ResultRow], str] | None = None  # the page has room for more
+    page_cell: Callable[[ResultRow], str] | None = None  # a longer form for the page
 
     @property
     def head(self) -> str:
-        """What a terminal calls it."""
+        """The heading on a terminal."""
         return self.short or self.name
 
     def on_page(self, row: ResultRow) -> str:
-        """Write it for the page."""
+        """Format it for the page."""
         return (self.page_cell or self.cell)(row)
 
 
@@ -255,7 +256,7 @@ COLUMNS = (
     Column(
         "clock",
         lambda row: "measured" if row.measured else f"modelled: {row.clock}",
-        "modelled: tokens and decisions are real, the time is charged by a cost profile instead of being measured.",
+        "modelled: tokens and decisions are real, and a cost profile charges the time.",
         left=True,
     ),
     Column(
@@ -277,10 +278,10 @@ COLUMNS = (
         "speedup",
         _figure("speedup", ".2f", "×"),
         "tokens/s over that of autoregressive decoding (AR): same engine, run, prompts, repeats. Long answers weigh "
-        "more, as they do in the time somebody waits.",
+        "more, as they do in waiting time.",
         rank=0,
     ),
-    Column("95 % interval", _interval, "of the speedup: drawing prompts anew.", rank=8, short="95 %"),
+    Column("95 % interval", _interval, "of the speedup, by bootstrap over prompts.", rank=8, short="95 %"),
     Column(
         "tokens/forward",
         _figure("tokens_per_forward", ".2f"),
@@ -291,7 +292,7 @@ COLUMNS = (
     Column(
         "rollback rate",
         _figure("rollback_rate", ".0%"),
-        "drafted tokens thrown away over drafted tokens, on the surviving line: losing branches are counted apart.",
+        "drafted tokens thrown away over drafted tokens, on the surviving path; losing branches are counted apart.",
         rank=4,
         short="rollback",
         page_cell=_figure("rollback_rate", ".1%"),
@@ -299,35 +300,39 @@ COLUMNS = (
     Column(
         "branch hits",
         _figure("branch_hit_rate", ".0%"),
-        "the share of branch points that the target reached at which one of the branches went on as the target did.",
+        "the share of branch points reached by the target at which one branch matched the target's token.",
         rank=7,
         short="hits",
     ),
     Column(
         "begun",
         _figure("begun_with_tree", ".0%"),
-        "the share of rounds that began with something the draft had read while the target worked.",
+        "the share of rounds that started with tokens the draft had processed while the target worked.",
         rank=11,
     ),
-    Column("begun of beside", _figure("begun_of_overlapped", ".0%"), "the same, of rounds in which both worked."),
+    Column(
+        "begun of beside",
+        _figure("begun_of_overlapped", ".0%"),
+        "the same, among rounds in which both models worked at once.",
+    ),
     Column(
         "beside",
         _figure("draft_overlapped", ".0%"),
-        "the share of the draft's working time that lies inside the target's: what overlap hides.",
+        "the share of the draft's busy time that overlaps the target's.",
         rank=12,
     ),
     Column(
         "target idle",
         _figure("target_idle", ".0%"),
-        "the share of decode time in which the target had nothing to do.",
+        "the share of decode time in which the target was idle.",
         rank=13,
     ),
     Column("draft idle", _figure("draft_idle", ".0%"), "the same of the draft.", rank=14),
-    Column("host", _figure("host_share", ".1%"), "the share of decode time in which neither model worked.", rank=15),
+    Column("host", _figure("host_share", ".1%"), "the share of decode time in which both models were idle.", rank=15),
     Column(
         "first token",
         _figure("ttft_seconds", ".2f", " s"),
-        "the time to the first token, which both prefills take.",
+        "the time to the first token (TTFT), with both prefills.",
         rank=9,
         short="first tok",
         page_cell=_figure("ttft_seconds", ".3f", " s"),
@@ -351,5 +356,5 @@ COLUMNS = (
 
 
 def filled_columns(rows: Sequence[ResultRow]) -> list[Column]:
-    """Return the columns in which at least one row has something to show."""
+    """Return the columns in which at least one row has a figure."""
     return [column for column in COLUMNS if any(column.cell(row) not in ("", "–") for row in rows)]

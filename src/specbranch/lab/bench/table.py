@@ -1,8 +1,7 @@
-"""Results as a table on a terminal: one block a suite, one line a method, as many columns as there is room for.
+"""Results as a table on a terminal: one block per suite, one line per method, as many columns as fit.
 
-Owns the lines of the table and which columns fit; `results` has the columns themselves. Invariant: no line is wider
-than the width given, at 40 columns too; where nobody looks (no terminal) it is plain text with all columns and no
-colours.
+Owns the lines of the table and the choice of columns; `results` defines the columns. Invariant: no line is wider than
+the given width, even at 40 columns. Without a terminal the table is plain text with all columns and no colours.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ NARROWEST = 20
 def show(
     results: Results, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None
 ) -> None:
-    """Print the table; width and colours are those of the terminal unless told."""
+    """Print the table; by default width and colours are those of the terminal."""
     console = Console(
         file=file, width=width, force_terminal=colour, no_color=colour is False, highlight=False, soft_wrap=True
     )
@@ -39,7 +38,7 @@ def table_text(rows: Sequence[ResultRow], width: int | None = None) -> str:
 
 
 def table_lines(rows: Sequence[ResultRow], width: int | None = None) -> list[Text]:
-    """Return the lines of the table, blocks apart by a blank one, and what was found about losslessness below."""
+    """Return the lines of the table with blank lines between blocks, and the finding on losslessness at the end."""
     room = None if width is None else max(width, NARROWEST)
     lines: list[Text] = []
     for key, block in groupby(sorted(rows, key=_block), key=_block):
@@ -56,7 +55,7 @@ def losslessness(rows: Sequence[ResultRow]) -> str:
         )
         return f"NOT LOSSLESS: other text than autoregressive decoding from {named}."
     if not checked:
-        return "Losslessness was not checked: no row had autoregressive decoding beside it under the match rule."
+        return "Losslessness was not checked: no row had autoregressive decoding to compare with under the match rule."
     left = len(rows) - len(checked)
     return f"Lossless: every run of {len(checked)} rows gave the text of autoregressive decoding." + (
         f" {left} not checked." if left else ""
@@ -88,7 +87,7 @@ def _block_lines(rows: list[ResultRow], room: int | None) -> list[Text]:
 
 
 def _fitting(rows: list[ResultRow], room: int | None) -> list[Column]:
-    """Leave out empty columns, and then the least wanted ones until the rest fits."""
+    """Drop empty columns, and then the least important ones until the rest fits."""
     columns = [column for column in filled_columns(rows) if column.rank is not None]
     while room is not None and len(columns) > 2 and sum(_width(c, rows) + GAP for c in columns) - GAP > room:
         columns.remove(max(columns, key=lambda column: column.rank or 0))

@@ -1,1 +1,1 @@
-"""Is all well with this installation and this pair, and what is to be gained?"""
+"""A check of the installation and a pair, and the speedup to expect."""

@@ -1,7 +1,6 @@
-"""The doctor's visit: the installation first, then the pair; each finding is told as soon as it is made.
+"""The checks of `specbranch doctor`: the installation first, then the pair; each finding is reported at once.
 
-Owns the order of the checks. Invariant: whatever was not checked, because something before it failed, is not called
-well.
+Owns the order of the checks. Invariant: a check that was skipped because of an earlier failure is not reported as ok.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Tell = Callable[[Finding], None]
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """What is looked at."""
+    """The pair and executor to check."""
 
     target: ModelChoice
     draft: ModelChoice
@@ -39,7 +38,7 @@ class Patient:
 
 @dataclass(slots=True)
 class DoctorReport:
-    """All findings, and what speculation is predicted to gain, if it came to that."""
+    """All findings, and the predicted speedups if the checks got that far."""
 
     findings: list[Finding] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
@@ -47,7 +46,7 @@ class DoctorReport:
 
     @property
     def is_well(self) -> bool:
-        """Whether there is no problem."""
+        """True if there is no problem."""
         return all(finding.level != "problem" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def examine(patient: Patient, tell: Tell = lambda finding: None, progress: Steps
 
 
 def _pair(patient: Patient, report: DoctorReport, progress: StepsDone) -> Iterator[Finding]:
-    """Load the pair; look at kernels, agreement, costs, gain."""
+    """Load the pair; check kernels, agreement, costs and speedup."""
     progress("Loading the pair", 0, 5)
     pair = load_pair(patient.target, patient.draft, patient.pair, patient.executor)
     yield kernels("target", pair.verifier.runner)

@@ -1,4 +1,4 @@
-"""What a check of the doctor's found, as a sentence for people."""
+"""The finding of one check, as a sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Level = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found, and what to do about it."""
+    """The result of one check, and what to do about it."""
 
     level: Level
     about: str
@@ -19,15 +19,15 @@ class Finding:
 
 
 def well(about: str, said: str, advice: str = "") -> Finding:
-    """All is well with something."""
+    """Return a finding without any problem."""
     return Finding("ok", about, said, advice)
 
 
 def note(about: str, said: str, advice: str = "") -> Finding:
-    """Something could be better."""
+    """Return a finding that could be better."""
     return Finding("note", about, said, advice)
 
 
 def problem(about: str, said: str, advice: str = "") -> Finding:
-    """Something does not work."""
+    """Return a finding that does not work."""
     return Finding("problem", about, said, advice)

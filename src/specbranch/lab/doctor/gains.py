@@ -1,7 +1,7 @@
-"""What speculation is predicted to gain with a pair: the target's answers decoded again by each method.
+"""The predicted speedup with a pair: the target's answers decoded again by each method.
 
-Owns which settings are tried, and what is recommended. Invariant: the decisions are those of the real models; only time
-is modelled, from measured costs.
+Owns the settings to try, and the recommendation. Invariant: decisions are those of the real models; only time is
+modelled, from measured costs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TriedSetting = tuple[str, tuple[tuple[str, int], ...]]  # a method, and what is 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A method at its best setting, on three prompts."""
+    """A method with its best setting, on three prompts."""
 
     method: str
     setting: dict[str, Any]
@@ -44,7 +44,7 @@ class Prediction:
 
 
 def answers(pair: LoadedPair) -> list[AnsweredPrompt]:
-    """Let the target answer its prompts greedily, by whatever is quickest."""
+    """Let the target answer its prompts greedily, with the fastest method."""
     executor, found = Serial(pair.verifier, pair.drafter), []
     for prompt in pair.prompts():
         session = decode(executor, greedy_session(prompt, TRIED_TOKENS, pair.tokenizer.eos_ids), "adaptive")
@@ -53,7 +53,8 @@ def answers(pair: LoadedPair) -> list[AnsweredPrompt]:
 
 
 def predict(pair: LoadedPair, texts: Sequence[AnsweredPrompt], profile: CostProfile) -> list[Prediction]:
-    """Decode the target's answers again by each method, with the draft's real proposals; best setting of each."""
+    """Decode the target's answers again with each method and the draft's real proposals; return the best setting of
+    each."""
     eos = tuple(pair.tokenizer.eos_ids)
     records = [
         Record(Task(text.prompt, SamplingParams(max_tokens=TRIED_TOKENS), 0, eos), text.answer, ())
@@ -76,7 +77,7 @@ def predict(pair: LoadedPair, texts: Sequence[AnsweredPrompt], profile: CostProf
 
 
 def recommendation(predictions: Sequence[Prediction]) -> tuple[Prediction, Finding]:
-    """Name the method to use."""
+    """Return the sentence that names the method to use."""
     best = max(predictions, key=lambda one: one.speedup)
     if best.speedup < GAIN:
         plain = next((one for one in predictions if one.method == PLAIN), best)
@@ -89,10 +90,8 @@ def recommendation(predictions: Sequence[Prediction]) -> tuple[Prediction, Findi
 
 
 def _settings() -> Iterator[TriedSetting]:
-    """Each method with each length of draft, where it has one to set.
-
-    One that has the target guess is left out: it would have to decode for real, which takes long.
-    """
+    """Return each method with each draft length. Methods whose target guesses are left out, because a replay would
+    need real decoding."""
     for name, method in METHODS.items():
         if name == PLAIN or method.policy == "planner":
             yield name, ()
@@ -101,7 +100,7 @@ def _settings() -> Iterator[TriedSetting]:
 
 
 def _best(played: Mapping[TriedSetting, Sequence[Stats]]) -> list[Prediction]:
-    """Return each method at its best, of equals the first that was tried."""
+    """Return each method with its best setting; of equal ones the first."""
     seconds = {setting: sum(one.decode_seconds for one in stats) for setting, stats in played.items()}
     found: dict[str, Prediction] = {}
     for (method, setting), stats in played.items():

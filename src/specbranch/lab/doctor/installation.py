@@ -1,6 +1,6 @@
-"""Checks of this installation, whatever pair is run: versions, processor, devices, memory, the cache folder.
+"""Checks of this installation, independent of the pair: versions, processor, devices, memory, the cache folder.
 
-Owns these checks and their wording. Invariant: a check never raises for what it looks for, it reports.
+Owns these checks and their wording. Invariant: a check reports what it finds and never raises.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CPU_FEATURES = {  # what the kernels and BLAS make use of, by LLVM's names
 
 
 def installation() -> Iterator[Finding]:
-    """Check what does not depend on a pair."""
+    """Run the checks that do not depend on a pair."""
     yield _at_least("Python", platform.python_version(), LEAST_PYTHON)
     yield from libraries()
     yield processor()
@@ -38,7 +38,7 @@ def installation() -> Iterator[Finding]:
 
 
 def libraries() -> Iterator[Finding]:
-    """Check torch, transformers and the compiler of the CPU kernels; tell of the extras, which may be missing."""
+    """Check torch, transformers and the compiler of the CPU kernels; list optional packages."""
     yield _at_least("torch", _version("torch"), LEAST_TORCH)
     yield _at_least("transformers", _version("transformers"), LEAST_TRANSFORMERS)
     if _version("llvmlite") is None:
@@ -49,7 +49,7 @@ def libraries() -> Iterator[Finding]:
 
 
 def processor() -> Finding:
-    """Tell what the CPU is and how much of it is used."""
+    """Report the CPU and how much of it is used."""
     import torch
 
     usable, other = usable_cores(), _other_cores()
@@ -67,7 +67,7 @@ def processor() -> Finding:
 
 
 def graphics() -> Finding:
-    """Tell which GPU there is."""
+    """Report the GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -77,7 +77,7 @@ def graphics() -> Finding:
 
 
 def memory() -> Finding:
-    """Check how much memory is free."""
+    """Check the free memory."""
     free = _free_memory()
     if free is None:
         return note("Memory", "how much is free cannot be found out on this system.")
@@ -89,7 +89,7 @@ def memory() -> Finding:
 
 
 def cache() -> Finding:
-    """Check that the cache folder can be written and has room."""
+    """Check that the cache folder is writable and has space."""
     from specbranch.models.files.store import CACHE_VARIABLE, cache_folder
 
     folder = cache_folder()
@@ -118,7 +118,7 @@ def _at_least(name: str, version: str | None, least: tuple[int, int]) -> Finding
 
 
 def _optional(extra: Extra) -> Finding:
-    """Tell of a package that few need: it is no problem if it is missing."""
+    """Report an optional package; a missing one is no problem."""
     version = _version(extra.package)
     if version is not None:
         return well(extra.package, f"{version}.")
@@ -145,7 +145,7 @@ def _features() -> str:
 
 
 def _free_memory() -> float | None:
-    """Bytes a new program could have, as Linux estimates it."""
+    """Return the bytes available to a new program, as Linux estimates them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

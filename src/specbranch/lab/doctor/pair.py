@@ -1,7 +1,6 @@
-"""Checks of a pair: before it is loaded, whether both models are here and fit; after it, how well it does.
+"""Checks of a pair: before loading, that both models are present and fit together; afterwards, how well it does.
 
-Owns these checks and their wording. Invariants: a check never raises for what it looks for, it reports; nothing is
-fetched.
+Owns these checks and their wording. Invariants: a check reports what it finds and never raises. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def models_at_hand(target: ModelChoice, draft: ModelChoice) -> Iterator[Finding]:
-    """Check that both models are here and whole, and that they speak the same tokens."""
+    """Check that both models are present and complete, and share a vocabulary."""
     found = [_target(target.name), _draft(draft.name)]
     yield from found
     if all(finding.level != "problem" for finding in found):
@@ -30,7 +29,7 @@ def models_at_hand(target: ModelChoice, draft: ModelChoice) -> Iterator[Finding]
 
 
 def _target(name: str) -> Finding:
-    """Check that a target is here and whole."""
+    """Check that a target is present and complete."""
     from specbranch.models.files import store
     from specbranch.models.files.locate import locate
 
@@ -48,7 +47,7 @@ def _target(name: str) -> Finding:
 
 
 def _draft(name: str) -> Finding:
-    """Check that a draft is here, whole, and this target's."""
+    """Check that a draft is present, complete, and made for this target."""
     from specbranch.models.drafts.draft_name import draft_config
     from specbranch.models.files.locate import locate
 
@@ -77,7 +76,7 @@ def _vocabulary(target: ModelChoice, draft: ModelChoice) -> Finding:
 
 
 def kernels(name: str, runner: Any) -> Finding:
-    """Tell how a model is run, and whether its compiled step is used."""
+    """Report how a model runs, and whether its compiled step is used."""
     about = f"Kernels of the {name}"
     if not hasattr(runner, "decoder"):
         advice = "The native decoder does not know its architecture, or --runner asked for this."
@@ -107,7 +106,7 @@ def _multiplied(runner: Any) -> str:
 
 
 def agreement(found: Agreement) -> Finding:
-    """Say how well a draft agrees."""
+    """Report how well a draft agrees with its target."""
     said = (
         f"the draft's first choice is the target's token in {found.top1:.0%} of {found.tokens} places, "
         f"among its first three in {found.top3:.0%}."
@@ -121,7 +120,7 @@ def agreement(found: Agreement) -> Finding:
 
 
 def costs(profile: CostProfile) -> Finding:
-    """Say how dear the draft is."""
+    """Report the cost of the draft."""
     target, draft = profile.target_seconds(1), profile.draft_seconds(1)
     ratio, more = target / draft, profile.target_seconds(4) / target
     said = (

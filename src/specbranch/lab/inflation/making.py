@@ -1,7 +1,7 @@
-"""A small model in the shape of a larger one: the recipe is written once both were compared and say the same.
+"""The job of `specbranch inflate`: compare a model with its inflated form, then write the recipe.
 
-Owns the order of the work. Invariant: what cannot be done is refused before anything is loaded, and without agreement
-nothing is written.
+Owns the order of the work. Invariants: impossible requests are refused before anything is loaded. Nothing is written
+unless both models agree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FACTS = ("kind", "source", "source_identity", "shape", "head_rows", "head_scored
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InflationJob:
-    """What was asked for."""
+    """The request."""
 
     model: str
     out: Path
@@ -47,7 +47,7 @@ class InflationJob:
 
 @dataclass(frozen=True, slots=True)
 class MadeInflation:
-    """What became of it: both models' sizes, the recipe, and how far they are apart."""
+    """The result: both models' sizes, the recipe, and their distance."""
 
     sized: Sized
     dtype: str  # in which they were compared
@@ -60,15 +60,15 @@ class MadeInflation:
 
     @property
     def large(self) -> Shape:
-        """The shape that each step is charged with."""
+        """The shape whose cost each step has."""
         return replace(self.sized.recipe.sizes, vocabulary=self.sized.recipe.head_rows)
 
     def weight_bytes(self, arch: Architecture) -> int:
-        """How much memory the weights of one of the two take."""
+        """Return the memory of one model's weights."""
         return weight_bytes(arch, getattr(torch, self.dtype))
 
     def record(self, out: Path) -> dict[str, Any]:
-        """All figures by name."""
+        """Return all figures by name."""
         recipe = self.sized.recipe
         return {
             "out": str(out),
@@ -81,7 +81,7 @@ class MadeInflation:
         }
 
     def compared(self) -> str:
-        """How far both are apart, in a sentence."""
+        """Return the distance of both models as a sentence."""
         found = self.found
         return (
             f"Compared after {found.tokens} tokens in {found.dtype}: logits differ by {found.difference:.1e} of the "
@@ -91,12 +91,12 @@ class MadeInflation:
 
 
 def step_parameters(shape: Shape) -> int:
-    """How many numbers a step multiplies by: all but the embedding's."""
+    """Return the number of weights that a step multiplies by: all but the embedding."""
     return shape.parameters - shape.vocabulary * shape.hidden
 
 
 def inflate(job: InflationJob, fetch: Fetch) -> MadeInflation:
-    """Compare a model with what its recipe makes, and write the recipe."""
+    """Compare a model with its inflated form, and write the recipe."""
     refuse_other_folder(job.out)
     device = chosen_device(job.device)
     dtype = ModelChoice(job.model, dtype=job.dtype).dtype or ("float32" if device == "cpu" else "bfloat16")
@@ -118,8 +118,7 @@ def inflate(job: InflationJob, fetch: Fetch) -> MadeInflation:
 
 
 def _target_of(draft: str, given: str | None, fetch: Fetch) -> str:
-    """Return the path of the target a draft shares with: the one given, or the one that its folder names if that is
-    known here."""
+    """Return the path of a draft's target: the given one, or the one that its folder names if it is known here."""
     named = given or (draft_config(draft) or {}).get("target")
     if given is None and named not in KNOWN:
         raise BadParameter(f"{draft} is a draft for {named}, which is no known name. Say where that is with --target.")

@@ -1,7 +1,7 @@
-"""The recipe of an inflation: which small model is put into which larger shape, from which seed.
+"""The recipe of an inflated model: which small model has which larger shape, with which seed.
 
-Owns the folder: one file, inflation.json, of a few hundred bytes; the weights are made where the model runs and are
-written nowhere. Invariant: a recipe that is loaded names a source that is the one it was checked with.
+Owns the folder with its one file, inflation.json, of a few hundred bytes. The weights are generated where the model
+runs, and never written. Invariant: a loaded recipe names the same source that it was checked with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AGAIN = "Make it again with `specbranch inflate`."
 class Inflation:
     """A small model in the shape of a larger one."""
 
-    kind: InflatedKind  # draft: made by `specbranch distill`, to be run beside its target
+    kind: InflatedKind  # draft: made by `specbranch distill`, to run with its target
     source: str  # a known name, a Hub id or a whole path
     source_identity: str
     shape: str  # the shape's name, or what it was made of
@@ -39,17 +39,17 @@ class Inflation:
 
     @property
     def name(self) -> str:
-        """What to call it in a sentence."""
+        """The name for sentences."""
         return f"{Path(self.source).name} as {self.shape}"
 
     @property
     def digest(self) -> str:
-        """Tell it from other recipes, wherever its source lies and however it was checked."""
+        """A digest that does not depend on where the source is or how it was checked."""
         telling = replace(self, source="", checked={})
         return sha256(json.dumps(asdict(telling), sort_keys=True).encode()).hexdigest()
 
     def text(self) -> str:
-        """The recipe as it is written."""
+        """Return the recipe as it is written."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -71,14 +71,14 @@ def read_inflation(folder: str | Path) -> Inflation:
 
 
 def write_inflation(folder: Path, recipe: Inflation) -> None:
-    """Write a recipe, replacing one that is there; a folder that holds anything else is refused."""
+    """Write a recipe, replacing an existing one; refuse a folder with other contents."""
     refuse_other_folder(folder)
     with spoken(folder, "Name another folder with --out."), replacing(folder / MARKER) as part:
         part.write_text(recipe.text(), encoding="utf-8")
 
 
 def refuse_other_folder(folder: Path) -> None:
-    """Refuse to write where something else than a recipe lies."""
+    """Raise if a folder holds anything but a recipe."""
     if folder.exists() and not is_inflation(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise BadParameter(
             f"{folder} is there already and holds no recipe of an inflated model. Name another folder with --out."

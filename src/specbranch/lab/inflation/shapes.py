@@ -1,7 +1,6 @@
-"""Sizes of well-known decoders of the Llama family, by a short name.
+"""Sizes of well-known decoders of the Llama family, by short name.
 
-Owns the table; what is made in a shape is decided elsewhere. Invariant: a shape is a decoder that exists, but for
-`tiny`.
+Owns the table. Invariant: every shape except `tiny` is that of a real decoder.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from specbranch.errors import BadParameter, unknown
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """All that decides what a step of a decoder costs."""
+    """All sizes that decide the cost of a decode step."""
 
     hidden: int
     layers: int
@@ -27,12 +26,12 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """How many numbers its matrices have, the embedding and a head of its own included."""
+        """Return the number of weights, including the embedding and a head of its own."""
         attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         return self.layers * self.hidden * (attention + 3 * self.intermediate) + 2 * self.vocabulary * self.hidden
 
     def sizes(self) -> dict[str, int]:
-        """Its numbers by name."""
+        """Return its sizes by name."""
         return asdict(self)
 
 
@@ -52,8 +51,7 @@ SHAPES: dict[str, Shape] = {  # hidden, layers, heads, kv heads, head dim, inter
 
 @dataclass(frozen=True, slots=True)
 class ShapeChoice:
-    """A shape as it is asked for: by its name, by single numbers, or both; without a name the other numbers are the
-    model's own."""
+    """A requested shape: a name, single sizes, or both; without a name the other sizes are the model's own."""
 
     name: str | None = None
     numbers: Mapping[str, int] = field(default_factory=dict)
@@ -64,30 +62,32 @@ class ShapeChoice:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read '7b', 'hidden=64,layers=3' or '7b,layers=40'."""
+        """Parse '7b', 'hidden=64,layers=3' or '7b,layers=40'."""
         first, *rest = text.split(",")
         named = "=" not in first
         parts = [part.partition("=") for part in (rest if named else (first, *rest))]
         known = Shape.__dataclass_fields__
         for key, _, value in parts:
             if key not in known or not value.isdigit() or int(value) < 1:
-                told = f"expected a name such as 7b, NUMBER=VALUE, or both with commas; numbers: {', '.join(known)}"
-                raise BadParameter(f"The shape {text!r} has the part {key + (f'={value}' if value else '')!r}; {told}.")
+                wanted = f"expected a name such as 7b, NUMBER=VALUE, or both with commas; numbers: {', '.join(known)}"
+                raise BadParameter(
+                    f"The shape {text!r} has the part {key + (f'={value}' if value else '')!r}; {wanted}."
+                )
         return cls(first if named else None, {key: int(value) for key, _, value in parts})
 
     @property
     def title(self) -> str:
-        """Call it by its name and by what was asked for besides."""
+        """Return its name and the sizes given besides."""
         others = ", ".join(f"{name} {value}" for name, value in self.numbers.items())
         return " with ".join(part for part in (self.name, others) if part) or "itself"
 
     @property
     def short(self) -> str:
-        """The same as part of a file's name."""
+        """Return the same as part of a file name."""
         return (
             "-".join((self.name or "", *(f"{value}{name}" for name, value in self.numbers.items()))).strip("-") or "own"
         )
 
     def over(self, own: Shape) -> Shape:
-        """Return the numbers, with those of the model where nothing is said of them."""
+        """Return all sizes; missing ones are those of the model."""
         return replace(SHAPES[self.name] if self.name is not None else own, **self.numbers)

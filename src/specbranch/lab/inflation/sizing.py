@@ -1,7 +1,7 @@
-"""From a model's name and a shape to the recipe of an inflation.
+"""From a model's name and a shape to the recipe of an inflated model.
 
-Owns what is read of a model for that: its architecture, and how many tokens it scores. Invariant: a recipe that is
-returned can be made, and nothing was loaded to know it.
+Owns what this needs from a model: its architecture, and the number of tokens it scores. Invariant: a returned recipe
+works, and no weights were loaded to find out.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Sized:
 
 
 def sized(model: str, source: str, shape: ShapeChoice, target: str | None = None, seed: int = 0) -> Sized:
-    """Put a model into a shape. `model` is its name, `source` its path, `target` that of what a draft made by
-    `distill` runs beside."""
+    """Give a model a shape. `model` is its name, `source` its path, `target` the path of the target of a distilled
+    draft."""
     if is_inflation(source):
         raise BadParameter(f"{source} is inflated already. Inflate its source instead.")
     is_draft = is_draft_folder(source)
@@ -53,7 +53,7 @@ def sized(model: str, source: str, shape: ShapeChoice, target: str | None = None
 
 
 def _opened(source: str, target: str | None) -> tuple[Architecture, int]:
-    """Return what a model is, and how many tokens it scores."""
+    """Return a model's architecture, and the number of tokens it scores."""
     if target is None:
         arch, _ = open_model(locate(source))
         return arch, arch.vocabulary

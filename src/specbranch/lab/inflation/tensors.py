@@ -1,20 +1,20 @@
-"""A small model's weights in the places of a larger model's: the same function at the larger one's cost.
+"""A small model's weights inside those of a larger model: the same function at the larger one's cost.
 
-Owns where everything lies and what it is scaled by. The residual stream is padded with zeros, which nothing ever writes
-to; heads, neurons and layers beyond the small model's compute something that is multiplied by zero. Invariant: every
-number that nobody reads is random, and none is zero but those that keep the padding silent: behind the embedding, in
-queries beside the small head's dimensions, and in the projections that write into the stream.
+Owns the position and scale of every weight. The residual stream is padded with zeros, and nothing ever writes there.
+The output of added heads, neurons and layers is multiplied by zero. Invariant: every unused weight is random. The only
+zeros are those that keep the padding silent: after the embedding, in queries outside the small head's dimensions, and
+in the projections that write into the stream.
 
-What keeps the function (h, d: hidden size and head dimension of the small model; H, D: of the large one):
+These rules keep the function (h, d: hidden size and head dimension of the small model; H, D: of the large one):
 
-- A norm over H numbers, h of them live, finds a mean of squares smaller by h/H. So is ε, and norm weights are smaller
-  by √(h/H).
-- Attention divides by √D instead of √d: queries are larger by √(D/d).
-- Pair i of a head turns as pair i·D/d of a larger one does: θ^(−2i/d) is the same number. Scaled frequencies are the
-  small model's, too, each D/d times.
-- A norm of queries and keys over D numbers has the stream's ε: both are scaled so that it weighs as much as before.
-- Query heads lie where they read their own key head, which is there several times if its group does not fit into one of
-  the large model's.
+- A norm over H numbers, h of them live, has a mean square smaller by h/H. So ε is smaller by h/H, and norm weights by
+  √(h/H).
+- Attention divides by √D instead of √d, so queries are larger by √(D/d).
+- Rotary pair i of a small head is pair i·D/d of a larger one: θ^(−2i/d) is the same number. Scaled frequencies are the
+  small model's, each repeated D/d times.
+- A norm of queries and keys over D numbers has the stream's ε; both are scaled so that its weight stays the same.
+- Each query head sits where it reads its own key head. A key head is repeated if its group does not fit into one group
+  of the large model.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ GROWN = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate")
 
 
 def shape_of(arch: Architecture) -> Shape:
-    """The sizes of a model."""
+    """Return the sizes of a model."""
     return Shape(**{name: getattr(arch, name) for name in Shape.__dataclass_fields__})
 
 
 def inflated_architecture(small: Architecture, sizes: Shape, head_rows: int, name: str) -> Architecture:
-    """Return the larger model's architecture, or say why the small one cannot be put into it."""
+    """Return the larger model's architecture; raise if the small one does not fit into it."""
     _refuse_what_does_not_fit(small, sizes, name)
     return replace(
         small,
@@ -59,10 +59,10 @@ def inflated_architecture(small: Architecture, sizes: Shape, head_rows: int, nam
 def _refuse_what_does_not_fit(small: Architecture, sizes: Shape, name: str) -> None:
     short = [field for field in GROWN if getattr(sizes, field) < getattr(small, field)]
     if short:
-        told = ", ".join(f"{field} {getattr(sizes, field)} of at least {getattr(small, field)}" for field in short)
+        lacking = ", ".join(f"{field} {getattr(sizes, field)} of at least {getattr(small, field)}" for field in short)
         options = " ".join(f"--{field.replace('_', '-')} {getattr(small, field)}" for field in short)
         raise BadParameter(
-            f"{name}: the shape is smaller than the model: {told}. Choose a larger shape, or add {options}."
+            f"{name}: the shape is smaller than the model: {lacking}. Choose a larger shape, or add {options}."
         )
     if sizes.head_dim % small.head_dim:
         raise BadParameter(
@@ -84,7 +84,7 @@ def _refuse_what_does_not_fit(small: Architecture, sizes: Shape, name: str) -> N
 
 
 def _copies(small: Architecture, large: Architecture | Shape) -> int:
-    """How many key heads of the large model one of the small model's takes."""
+    """Return how many key heads of the large model each key head of the small one takes."""
     return -(-(small.heads // small.kv_heads) // (large.heads // large.kv_heads))
 
 
@@ -99,7 +99,7 @@ class LargeRows:
 
 
 class InflatedSource:
-    """The tensors of an inflated model under Hugging Face's names, each made when it is read, where it is to be."""
+    """The tensors of an inflated model under Hugging Face's names; each is generated on its device when it is read."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class InflatedSource:
         seed: int = 0,
         head_ids: Tensor | None = None,
     ) -> None:
-        """`head_ids`: the tokens of a reduced head, whose rows come first."""
+        """`head_ids` are the tokens of a reduced head, whose rows come first."""
         self.small, self.large, self.seed = small, large, seed
         self._source, self._head_ids = source, head_ids
         counts = {part: large.layers if "{}" in stem else 1 for part, stem in HUGGING_FACE.items()}
@@ -119,7 +119,7 @@ class InflatedSource:
 
     @property
     def name(self) -> str:
-        """What to call it in a sentence."""
+        """The name for sentences."""
         return self.large.name
 
     def __contains__(self, tensor: str) -> bool:
@@ -127,7 +127,7 @@ class InflatedSource:
 
     @torch.inference_mode()
     def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
-        """Make a tensor on its device."""
+        """Generate a tensor on its device."""
         stem, _, suffix = tensor.rpartition(".")
         part, layer = self._named[stem]
         expected = part_shape(self.large, part)[: None if suffix == "weight" else 1]
@@ -149,7 +149,7 @@ class InflatedSource:
 
     @property
     def _bound(self) -> float:
-        """Numbers up to this one keep what comes in as large as it was."""
+        """Return the bound of random weights that keeps the magnitude of their input."""
         return float((3 / self.large.hidden) ** 0.5)
 
     def _place(self, part: str, layer: int, suffix: str, into: Tensor) -> None:
@@ -168,8 +168,8 @@ class InflatedSource:
         into[places.at[:, None], columns] = live.to(into.dtype)
 
     def _soften(self, into: Tensor, live: Tensor, at: Tensor) -> None:
-        """Make the random numbers of a live row as small as its own, so that int8's steps are as fine as the small
-        model's."""
+        """Scale the random weights of a live row to its own magnitude, so that int8 steps are as fine as in the
+        small model."""
         factors = torch.ones(into.shape[0], device=into.device, dtype=into.dtype)
         factors[at] = (live.abs().mean(-1) / self._bound).to(into.dtype)
         into.mul_(factors[:, None])
@@ -187,7 +187,7 @@ class InflatedSource:
         return float(long**0.5) if part == "q" else 1.0
 
     def _columns(self, part: str, device: torch.device) -> Tensor:
-        """Where the small model's inputs of a matrix lie."""
+        """Return the columns of the small model's inputs."""
         if part == "out":
             return self._spots(self._query_heads, self._plain_dims).to(device)
         return torch.arange(part_shape(self.small, part)[1], device=device)
@@ -216,16 +216,16 @@ class InflatedSource:
         return torch.arange(count), torch.arange(count), none
 
     def _rows_of(self, heads: Tensor) -> Tensor:
-        """The rows of heads of the small model."""
+        """Return the rows of heads of the small model."""
         return (heads[0, :, None] * self.small.head_dim + self._plain_dims).flatten()
 
     def _spots(self, heads: Tensor, dims: Tensor) -> Tensor:
-        """The rows of some dimensions of the heads they lie at."""
+        """Return the rows of some dimensions of the given heads."""
         return (heads[1, :, None] * self.large.head_dim + dims).flatten()
 
     @cached_property
     def _query_heads(self) -> Tensor:
-        """Which query head lies where [2, heads]."""
+        """Return which query head goes where [2, heads]."""
         group, room = self.small.heads // self.small.kv_heads, self.large.heads // self.large.kv_heads
         copies = _copies(self.small, self.large)
         heads = torch.arange(self.small.heads)
@@ -234,7 +234,7 @@ class InflatedSource:
 
     @cached_property
     def _key_heads(self) -> Tensor:
-        """Which key head lies where [2, heads], each maybe several times."""
+        """Return which key head goes where [2, heads]; one may go to several."""
         at = torch.arange(self.small.kv_heads * (copies := _copies(self.small, self.large)))
         return torch.stack((at // copies, at))
 
@@ -244,8 +244,7 @@ class InflatedSource:
 
     @property
     def _turned_dims(self) -> Tensor:
-        """Where the dimensions of a head lie that are turned by position: pair i, of dimensions i and i + d/2, at
-        pair i·D/d."""
+        """Return the rotary dimensions of a head: pair i, of dimensions i and i + d/2, goes to pair i·D/d."""
         half, times = self.small.head_dim // 2, self.large.head_dim // self.small.head_dim
         pairs = torch.arange(half) * times
         return torch.cat((pairs, pairs + self.large.head_dim // 2))

@@ -1,1 +1,1 @@
-"""What the models of a pair cost on this machine, measured."""
+"""The costs of a pair's models on this machine, measured."""

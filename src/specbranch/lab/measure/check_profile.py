@@ -1,6 +1,6 @@
-"""How well a profile predicts: the same requests on this machine's clock and on the profile's.
+"""The accuracy of a profile: the same requests on this machine's clock and on the profile's.
 
-Owns which methods are compared. Invariant: both clocks see the same requests, the reading of prompts left out.
+Owns the choice of methods to compare. Invariant: both clocks see the same requests, without prefill.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ class Compared:
 
     @property
     def off(self) -> float:
-        """How far the model lies above what was measured, as a share of it."""
+        """The relative error of the modelled time."""
         return self.modelled / self.measured - 1.0
 
     def gain_off(self, plain: Compared) -> float:
-        """How far the modelled speed-up over plain decoding lies above the measured one, as a share of it."""
+        """The relative error of the modelled speedup over plain decoding."""
         return (1 + plain.off) / (1 + self.off) - 1.0
 
 
 def check(
     profile: CostProfile, pair: LoadedPair, effort: Effort | None = None, progress: StepsDone = silent
 ) -> list[Compared]:
-    """Decode the same requests on both clocks; returns both times, by method."""
+    """Decode the same requests on both clocks; return both times, by method."""
     effort = effort or Effort()
-    modelled, begun = pair.modelled(profile), time.perf_counter()
+    modelled, started = pair.modelled(profile), time.perf_counter()
     times: dict[str, list[float]] = {method: [] for method in CHECKED}
     done, total = 0, len(CHECKED) * (effort.check_repeats + 1)
     with closing(pair.real()) as real:
         for turn in range(effort.check_repeats + 1):  # the modelled one first, which warms up
-            if turn > 1 and time.perf_counter() - begun > effort.seconds:
+            if turn > 1 and time.perf_counter() - started > effort.seconds:
                 break
             for method in CHECKED:
                 times[method].append(_seconds(pair, real if turn else modelled, method, effort.check_tokens))
@@ -63,6 +63,6 @@ def _compared(method: str, modelled: float, *measured: float) -> Compared:
 
 
 def _seconds(pair: LoadedPair, executor: Executor, method: str, tokens: int) -> float:
-    """Seconds that all prompts take by a method, decoding only."""
+    """Return the decode seconds of all prompts with a method."""
     sessions = [greedy_session(prompt, tokens, pair.tokenizer.eos_ids) for prompt in pair.prompts()]
     return sum(decode(executor, session, method).stats.decode_seconds for session in sessions)

@@ -1,7 +1,7 @@
-"""What a round takes outside both models: the rest of its time, once what the models took is left out.
+"""The host time of a round: what it takes outside both models.
 
-Owns the timer put before a model while that is measured. A model that works beside this process's thread (the draft in
-a process of its own, the target on a stream) hides what the host does meanwhile, so only what lies beyond it counts.
+Owns the timer around a model during this measurement. A model that runs in parallel with this thread (the draft in its
+own process, the target on a stream) hides host work. So only the time beyond it counts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from specbranch.lab.measure.one_request import greedy_session, start
 
 METHODS_TIMED = ("autoregressive", "speculative", "specbranch")
 WORK = ("feed", "extend", "propose", "verify", "grow", "read_ahead")  # what a runner's model does
-BY_ITSELF: dict[ExecutorName, Who] = {"process": "draft", "streams": "target"}  # who works beside this thread
+BY_ITSELF: dict[ExecutorName, Who] = {
+    "process": "draft",
+    "streams": "target",
+}  # the model that runs in parallel with this thread
 
 
 def measure_host(pair: LoadedPair, executor: Executor, tokens: int, tick: Callable[[str], None]) -> float:
-    """Decode on the pair's executor, and return the seconds a round takes outside both models."""
+    """Decode on the pair's executor, and return the seconds of a round outside both models."""
     rest: list[float] = []
     for method in METHODS_TIMED:
         rest += _rests(pair, executor, method, tokens)
@@ -35,14 +38,14 @@ def measure_host(pair: LoadedPair, executor: Executor, tokens: int, tick: Callab
 
 
 def _rests(pair: LoadedPair, executor: Executor, method: str, tokens: int) -> Iterator[float]:
-    """Yield what each round took beyond its models."""
+    """Yield the seconds of each round beyond its models."""
     watch, trace, by_itself = ModelTimer(), Trace(), BY_ITSELF.get(pair.executor)
     loop = start(executor, greedy_session(pair.prompts()[0], tokens), method, trace)
     with watch.on(pair.verifier), watch.on(pair.drafter):
         while loop.live:
-            watch.seconds, seen, begun = 0.0, len(trace.events), time.perf_counter()
+            watch.seconds, seen, started = 0.0, len(trace.events), time.perf_counter()
             loop.step()
-            took = time.perf_counter() - begun
+            took = time.perf_counter() - started
             spans = [event.end - event.start for event in trace.events[seen:] if event.who == by_itself]
             if seen:  # the first round reads the prompt
                 yield max(took - max([watch.seconds, *spans]), 0.0)
@@ -56,7 +59,7 @@ class ModelTimer:
 
     @contextmanager
     def on(self, worker: Worker) -> Iterator[None]:
-        """Put the timer before a worker's model, for a while."""
+        """Time a worker's model inside the block."""
         runner: Any = worker.runner
         worker.runner = _TimedRunner(runner, self)
         try:
@@ -65,21 +68,21 @@ class ModelTimer:
             worker.runner = runner
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Time a function; of verdicts, also the waiting for them."""
+        """Time a function; for verdicts, also the wait for them."""
 
         def call(*arguments: Any) -> Any:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             try:
                 found = function(*arguments)
             finally:
-                self.seconds += time.perf_counter() - begun
+                self.seconds += time.perf_counter() - started
             return Verdicts(self.timed(found), found.ready) if isinstance(found, Verdicts) else found
 
         return call
 
 
 class _TimedRunner:
-    """Passes everything on, and times what the model does."""
+    """Forwards all calls and times the model's work."""
 
     def __init__(self, runner: Any, watch: ModelTimer) -> None:
         self._runner, self._watch = runner, watch

@@ -1,7 +1,7 @@
-"""How far an inflated model is from its source: their logits after the same texts.
+"""The distance between an inflated model and its source: their logits after the same texts.
 
-Owns the texts and what is still the same model. Invariant: both are loaded as a user would load them, and the texts are
-read both ways, as a prompt and by steps.
+Owns the texts and the tolerance. Invariant: both models are loaded as a user would load them. Each processes the texts
+both ways: as a prefill and by decode steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROUNDING_FACTOR = 3.0  # times as far as rounding takes the source from itself i
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """How far two models' logits are apart, as shares of the largest."""
+    """The distance of two models' logits, relative to the largest."""
 
     dtype: str
     tokens: int  # compared
@@ -50,16 +50,16 @@ class Likeness:
 
     @property
     def agrees(self) -> bool:
-        """Whether they are the same model; not so if anything is no number."""
+        """True if they are the same model; false if a number is not finite."""
         return self.difference <= self.tolerance
 
     def record(self) -> dict[str, Any]:
-        """Its numbers by name."""
+        """Return its numbers by name."""
         return asdict(self)
 
 
 def compare(source: ModelChoice, inflated: ModelChoice, tokenizer: ModelChoice) -> Likeness:
-    """Compare two models, one after the other but for the source's logits; their tokens are those of a third name."""
+    """Compare two models, one loaded after the other; a third name gives their tokenizer."""
     encode = load_tokenizer(tokenizer).encode
     texts = [encode(text)[:TEXT_TOKENS] for text in PROBE_TEXTS]
     dtype, own = _logits(source, texts)
@@ -76,7 +76,7 @@ def compare(source: ModelChoice, inflated: ModelChoice, tokenizer: ModelChoice) 
 
 
 def _logits(choice: ModelChoice, texts: Sequence[Sequence[int]]) -> tuple[str, Tensor]:
-    """The precision a model computes in, and what it says at the end of each text [tokens, columns], on the CPU."""
+    """Return a model's precision, and its logits at the end of each text [tokens, columns], on the CPU."""
     import torch
 
     runner = load_runner(replace(choice, context_length=TEXT_TOKENS, shorten=True, cache_tokens=PLACES))

@@ -1,7 +1,7 @@
-"""A pair loaded to be measured: both workers, and what tells its models from others.
+"""A pair loaded for measurements: both workers, and the identities of its models.
 
-Owns loading for everything that measures or examines a pair. Invariant: with the process executor both models have half
-of the threads, here as in the draft's own process, because that is how they run there.
+Owns loading for everything that measures or checks a pair. Invariant: with the process executor, both models have half
+of the threads, here as in the draft's own process.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from specbranch.lab.suites.suite import load_suite
 if TYPE_CHECKING:
     from specbranch.text.tokenizer import Tokenizer
 
-CONTEXT = 2048  # tokens the caches hold, unless told: a long prompt and an answer
+CONTEXT = 2048  # default KV slots of each cache: a long prompt and an answer
 PROBED_SUITES = ("own-code", "own-math", "own-chat")  # a prompt of each is decoded
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPair:
-    """Target and draft at work in this process; the child of a process executor makes its draft by the recipe."""
+    """Target and draft in this process; with a process executor, the child builds its draft from the recipe."""
 
     name: str
     tokenizer: Tokenizer
@@ -54,35 +54,35 @@ class LoadedPair:
     executor: ExecutorName
 
     def prompts(self) -> list[list[int]]:
-        """Three prompts of our own, of different kinds, as token ids."""
+        """Return three shipped prompts of different kinds, as token ids."""
         return [self.ids(load_suite(name).prompts[0].turns[0]) for name in PROBED_SUITES]
 
     def ids(self, words: str) -> list[int]:
-        """Return a user's message as the target is given it; as it is where the target knows no chat."""
+        """Return a user message in the target's chat template, or without one if the target has none."""
         try:
             return self.tokenizer.chat([{"role": "user", "content": words}])
         except BadParameter:
             return self.tokenizer.encode(words)
 
     def text(self, length: int) -> list[int]:
-        """Return some text of ours, as long as asked for."""
+        """Return some shipped text of the given length."""
         words = [token for prompt in self.prompts() for token in prompt]
         return (words * (length // len(words) + 1))[:length]
 
     def real(self) -> Executor:
-        """Return the executor itself; to be closed."""
+        """Return the executor itself; the caller closes it."""
         if self.executor == "process":
             return Process(self.verifier, self.recipe)
         return (Streams if self.executor == "streams" else Serial)(self.verifier, self.drafter)
 
     def modelled(self, profile: CostProfile) -> VirtualClock:
-        """Return a clock that charges by a profile what the same models do."""
+        """Return a clock that charges the same models' work by a profile."""
         return VirtualClock(self.verifier, MeteredDrafter(self.drafter.runner), profile)
 
 
 def load_pair(target: ModelChoice, draft: ModelChoice, name: str, executor: ExecutorName = "serial") -> LoadedPair:
-    """Load both models, with caches that are long enough to measure in, and which know no prompt of before; refuses
-    an executor that cannot run them."""
+    """Load both models, with KV caches long enough to measure and without a prefix cache; refuse an executor that
+    cannot run them."""
     draft = fitted_to_target(draft, target.name)
     if executor == "process":
         target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
@@ -98,21 +98,21 @@ def load_pair(target: ModelChoice, draft: ModelChoice, name: str, executor: Exec
 
 
 def precision(runner: Runner) -> str:
-    """The precision a model computes in; nothing where it does not say."""
+    """Return the precision a model computes in; empty if it does not say."""
     return str(getattr(runner, "dtype", "")).removeprefix("torch.")
 
 
 def stored_in(runner: Runner) -> str:
-    """How a model's matrices are stored: a name, or the precision it computes in where it knows nothing else."""
+    """Return how a model's matrices are stored: a name, or else the precision it computes in."""
     return str(getattr(runner, "weights", precision(runner)))
 
 
 def cached_in(runner: Runner) -> str:
-    """What a model's keys and values are stored in, likewise."""
+    """Return the type of a model's KV cache, likewise."""
     return str(getattr(runner, "cache_dtype", precision(runner)))
 
 
 def pair_name(pair: str | None, target: str, draft: str) -> str:
-    """Name a pair: by its own name, or by those of its models."""
+    """Return the name of a pair: its own, or those of its models."""
     is_plain = draft == Path(draft).name and "/" not in draft
     return pair or (draft if is_plain else f"{Path(draft).name} & {Path(target).name}")

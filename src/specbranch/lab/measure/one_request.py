@@ -1,4 +1,4 @@
-"""One greedy request, decoded by itself on some executor: what costs are measured and compared by."""
+"""One greedy request, decoded alone on an executor: the unit in which costs are measured and compared."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from specbranch.core.trace import Trace
 
 
 def greedy_session(prompt: Sequence[int], tokens: int, eos: Sequence[int] = ()) -> Session:
-    """Return a request for so many tokens, or fewer if one of those ends it."""
+    """Return a request for this many tokens, or fewer if an end token comes."""
     request = Request(SamplingParams(max_tokens=tokens), 0, len(prompt), eos_ids=tuple(eos))
     return Session(0, prompt, request, len(prompt) + tokens)
 
 
 def start(executor: Executor, session: Session, method: str, trace: Trace | None = None) -> Loop:
-    """Begin a request by a method that learns costs as it goes; returns the loop it is live in."""
+    """Start a request with a method that learns costs; return its loop."""
     costs, config = LearnedCosts(), SpeculativeConfig(method=method)
     loop = Loop(executor, trace, costs)
     loop.join(session, find_method(method, True).start(session, config, Experience(costs)))

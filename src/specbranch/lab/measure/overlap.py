@@ -1,7 +1,7 @@
-"""What draft and target cost each other when both are at work: rounds of chosen sizes through the executor itself.
+"""The mutual slow-down of draft and target when both run at once: rounds of chosen sizes on the executor itself.
 
-Owns which rounds are tried. Invariants: what is timed is what a round of that executor takes, by the spans it reports;
-as many draft steps are tried as fit into the time that the target takes alone.
+Owns the choice of rounds. Invariants: times are those of the executor's rounds, from the spans it reports. The number
+of draft steps is as many as fit into a target forward alone.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from specbranch.core.request import Request
 from specbranch.errors import ModelError
 
 OVERLAP_ROWS = 4  # that the target verifies
-FILL = 0.8  # share of a target forward that the draft steps beside it take when alone
+FILL = 0.8  # share of a target forward that its parallel draft steps take when alone
 MOST_STEPS = 16
-# How many steps are tried, as shares of those that fit. On one GPU a step may take much longer beside the target than
-# alone; then fewer of them end before it than were to fit, and the smaller numbers tell more.
+# Numbers of steps to try, as shares of those that fit. On one GPU a step may take much longer next to the target than
+# alone. Then fewer steps end before the target does, and the smaller numbers say more.
 OVERLAP_SHARES: dict[ExecutorName, tuple[float, ...]] = {"process": (1.0,), "streams": (0.25, 0.5, 0.75, 1.0)}
 
 
 @dataclass(frozen=True, slots=True)
 class Slowing:
-    """Seconds that a draft step beside the target adds to the target, and to itself."""
+    """The seconds that a draft step in parallel with the target adds to the target, and to itself."""
 
     target: float
     draft: float
@@ -36,7 +36,7 @@ class Slowing:
 
 
 class TrialRounds:
-    """Rounds after one text that can be made again and again: a target forward, some draft steps, or both at once."""
+    """Rounds after one text that can be repeated: a target forward, some draft steps, or both at once."""
 
     def __init__(self, executor: Executor, text: Sequence[int]) -> None:
         last = text[-1]
@@ -44,7 +44,7 @@ class TrialRounds:
         self._lasts = (last, int(last == 0))  # the text's last token, and one that differs from it
 
     def __enter__(self) -> Self:
-        """Make room for the text; each model reads it in its first round."""
+        """Open the text; each model prefills it in its first round."""
         self._executor.open(NUMBER, Request(SamplingParams(), 0, len(self._text)))
         return self
 
@@ -56,11 +56,11 @@ class TrialRounds:
         return _timed(self._run(Orders(verify=self._verify())).verifying).seconds
 
     def draft(self, steps: int) -> Span:
-        """Return the time of some draft steps alone; its tokens are the steps that were made."""
+        """Return the time of some draft steps alone; its tokens count the steps."""
         return _timed(self._run(Orders(self._steps(steps))).drafting)
 
     def both(self, steps: int) -> tuple[float, Span]:
-        """Return both, of one round."""
+        """Return both times, of one round."""
         report = self._run(Orders(self._steps(steps), self._verify()))
         return _timed(report.verifying).seconds, _timed(report.drafting)
 
@@ -68,7 +68,7 @@ class TrialRounds:
         return Draft(Context(0, self._text), Plan(steps + 1))  # the first token needs none: its row is there
 
     def _verify(self) -> Verify:
-        """Order a forward. Its text has another last token each time, so that this one is read again."""
+        """Order a forward. Its text ends with another token each time, so that this one is computed again."""
         self._lasts = self._lasts[::-1]
         return Verify(Context(0, (*self._text[:-1], self._lasts[0])), self._text[: OVERLAP_ROWS - 1])
 
@@ -81,14 +81,14 @@ class TrialRounds:
 
 def _timed(span: Span | None) -> Span:
     if span is None:
-        raise ModelError("The draft was lost while it was timed beside the target. Measure again.")
+        raise ModelError("The draft process ended while it was timed in parallel with the target. Measure again.")
     return span
 
 
 def measure_slowing(
     rounds: TrialRounds, repeats: int, tick: Callable[[], None], shares: Sequence[float] = (1.0,)
 ) -> Slowing:
-    """Time a target forward and some draft steps, each alone and both at once, taking turns; medians count."""
+    """Time a target forward and some draft steps, each alone and both at once, in turns; return medians."""
     fit = _fitting(rounds)
     counts = sorted({max(round(fit * share), 1) for share in shares})
     target, draft = [], []
@@ -104,7 +104,7 @@ def measure_slowing(
 
 
 def _fitting(rounds: TrialRounds) -> int:
-    """How many steps fit beside a forward; the first round of each model reads the text."""
+    """Return how many draft steps fit into a forward; the first round of each model is a prefill."""
     rounds.forward()
     rounds.draft(4)
     step = min(_step(rounds.draft(4)) for _ in range(3))

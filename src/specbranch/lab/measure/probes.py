@@ -1,7 +1,7 @@
-"""Timing single steps of a model again and again: what is timed, how often, and what counts of it.
+"""Repeated timings of single model steps: what is timed, how often, and what counts.
 
-Owns the probes. A target forward is timed with the choice of its tokens, a draft step with that of its candidates, at
-temperature 0. Invariants: all probes take turns, the first turns are dropped, medians count; nothing is smoothed.
+Owns the probes. At temperature 0, a target forward includes sampling its tokens, and a draft step includes choosing its
+candidates. Invariants: all probes take turns, the first turns are dropped, and medians count without smoothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ QUICK = Effort(repeats=8, least=4, seconds=6.0, rows=(1, 2, 4, 8), widths=(1, 2,
 
 @dataclass(frozen=True, slots=True)
 class MedianTiming:
-    """A median of repeated timings, and half the range of their middle half as a share of it."""
+    """A median of repeated timings, and half of their interquartile range relative to it."""
 
     seconds: float
     spread: float
@@ -53,7 +53,7 @@ class MedianTiming:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Something to be timed again and again."""
+    """A step to time repeatedly."""
 
     name: str
     rows: int
@@ -66,7 +66,7 @@ Figures = dict[tuple[str, int], MedianTiming]  # by a probe's name and rows
 
 @dataclass(slots=True)
 class HeldText:
-    """A worker that reads a text when it is entered, to be fed from its end again and again."""
+    """A worker with a prefilled text, to be fed from its end repeatedly."""
 
     worker: Worker
     seq: int
@@ -81,11 +81,11 @@ class HeldText:
         self.worker.runner.close(self.seq)
 
     def forward(self, rows: int) -> float:
-        """Time a forward over a chain, and the choice of its tokens if this is a target."""
+        """Time a forward over a chain; for a target, with the choice of its tokens."""
         return self._timed(tuple(range(ROOT, rows - 1)))
 
     def step(self, width: int) -> float:
-        """Time a step of so many lanes, and the choice of their candidates."""
+        """Time a step with this many lanes, and the choice of their candidates."""
         return self._timed((ROOT,) * width)
 
     def _timed(self, parents: tuple[int, ...]) -> float:
@@ -96,7 +96,7 @@ class HeldText:
         return time.perf_counter() - start
 
     def _choose(self, feed: Feed) -> None:
-        """Read nodes and choose a token after each, which also waits for a device that is still at work."""
+        """Feed nodes and choose a token after each, which also waits for the device."""
         runner, nodes = self.worker.runner, range(len(feed.tokens))
         if isinstance(self.worker, Verifier):  # the first one ends the context, the others are judged
             order = Verify(Context(len(self.text) + 1, ()), feed.tokens[1:])
@@ -106,7 +106,7 @@ class HeldText:
 
 
 def reading_seconds(worker: Worker, prompt: Sequence[int]) -> float:
-    """Time the reading of a prompt, up to its last row."""
+    """Time the prefill of a prompt, up to its last row."""
     start = time.perf_counter()
     with HeldText(worker, 0, prompt[:-1]) as held:
         held.forward(1)
@@ -114,11 +114,12 @@ def reading_seconds(worker: Worker, prompt: Sequence[int]) -> float:
 
 
 def take_turns(probes: Sequence[Probe], effort: Effort, tick: Callable[[str], None]) -> Figures:
-    """Run all probes turn by turn, each turn in another order: what ran before leaves its mark on the caches."""
+    """Run all probes turn by turn, each turn in another order, because earlier probes change the state of the
+    caches."""
     taken: dict[tuple[str, int], list[float]] = {(probe.name, probe.rows): [] for probe in probes}
-    order, begun = random.Random(0), time.perf_counter()
+    order, started = random.Random(0), time.perf_counter()
     for turn in range(WARM_UP_RUNS + effort.repeats):
-        if turn >= WARM_UP_RUNS + effort.least and time.perf_counter() - begun > effort.seconds:
+        if turn >= WARM_UP_RUNS + effort.least and time.perf_counter() - started > effort.seconds:
             break
         reads = turn % effort.seldom == WARM_UP_RUNS % effort.seldom or turn == 0
         for probe in order.sample(probes, len(probes)):
@@ -131,7 +132,7 @@ def take_turns(probes: Sequence[Probe], effort: Effort, tick: Callable[[str], No
 
 
 def spread_of(seconds: Sequence[float]) -> float:
-    """Half the range of the middle half, as a share of the median."""
+    """Return half of the interquartile range relative to the median."""
     if len(seconds) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")

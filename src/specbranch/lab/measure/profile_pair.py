@@ -1,7 +1,7 @@
-"""Measuring what a pair costs on this hardware: a `CostProfile` of the real models.
+"""The measurement of a pair's costs on this hardware: a `CostProfile` of the real models.
 
-Owns what is measured of a pair and how the figures become a profile: forwards and steps alone (`probes`), both models
-at once (`overlap`), the rest of a round (`host_time`). Invariant: the spread of the probes is told beside the figures.
+Owns what is measured and how the figures become a profile: forwards and steps alone (`probes`), both models at once
+(`overlap`), and the rest of a round (`host_time`). Invariant: the profile contains the spread of the probes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BOTH = {
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPair:
-    """What was measured of a pair: single steps, both models at once, the rest of a round; after how many tokens."""
+    """The measurements of a pair: single steps, both models at once, the rest of a round; and the context lengths."""
 
     figures: Figures
     slowing: Slowing | None
@@ -44,7 +44,7 @@ class MeasuredPair:
     lengths: tuple[int, int, int]  # the short context, the long one, the prompt
 
     def curve(self, name: str) -> Points:
-        """Seconds by rows; the reading of a prompt is the last point."""
+        """Return seconds by rows; the prefill is the last point."""
         prompt, figures = self.lengths[2], self.figures
         points = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name}
         if prompt > max(points) and (f"{name} prompt", prompt) in figures:
@@ -52,7 +52,8 @@ class MeasuredPair:
         return tuple(sorted(points.items()))
 
     def slopes(self, name: str) -> Points:
-        """Seconds for each further token of context, from the two measured; none at a prompt, which begins the text."""
+        """Return seconds per further token of context, from the two measured lengths; 0 for a prefill, which starts
+        the text."""
         (short, long, prompt), figures = self.lengths, self.figures
         far = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name + FAR_SUFFIX}
         added = {rows: max(seconds - figures[name, rows].seconds, 0.0) for rows, seconds in far.items()}
@@ -62,7 +63,7 @@ class MeasuredPair:
         return tuple(sorted(slopes.items()))
 
     def spread(self, name: str) -> float:
-        """How far the timings of a model spread, in the middle of all its probes."""
+        """Return the median spread of a model's probes."""
         return statistics.median(figure.spread for (probe, _), figure in self.figures.items() if probe == name)
 
 
@@ -78,7 +79,7 @@ def measure(pair: LoadedPair, effort: Effort | None = None, progress: StepsDone 
 
 
 class _Steps:
-    """Tells how far a measurement has come."""
+    """Reports the progress of a measurement."""
 
     def __init__(self, progress: StepsDone, executor: str, effort: Effort) -> None:
         self._progress, self._done = progress, 0
@@ -91,7 +92,7 @@ class _Steps:
 
 
 def _lengths(pair: LoadedPair) -> tuple[int, int, int]:
-    """The short and the long context and the prompt, as long as the models allow."""
+    """Return the short and long contexts and the prompt length that the models allow."""
     most = min(pair.verifier.runner.context_length, pair.drafter.runner.context_length) - PROBED_ROWS
     if most < 16:
         raise BadParameter(
@@ -128,7 +129,7 @@ def _probes(held: Mapping[tuple[str, str], HeldText], prompt: Sequence[int], eff
 def _slowing(
     pair: LoadedPair, executor: Executor, text: Sequence[int], effort: Effort, steps: _Steps
 ) -> Slowing | None:
-    """Measure what both cost each other where the executor has them work at once."""
+    """Measure the mutual slow-down if the executor runs both at once."""
     if pair.executor not in AT_ONCE:
         return None
     with TrialRounds(executor, text) as rounds:

@@ -1,7 +1,7 @@
-"""A saved answer against plain decoding: token for token, then everything else that can be recomputed.
+"""A saved answer compared with plain decoding: token by token, then everything else that can be recomputed.
 
-Owns the comparison. Invariant: an answer passes only if autoregressive decoding gives all its tokens, but for at most
-one near-tie, which another order of float32 sums can turn either way. Behind a near-tie decoding goes on from the saved
+Owns the comparison. Invariant: an answer passes only if autoregressive decoding gives all its tokens, except for at
+most one near-tie, which another order of float32 sums can turn. After a near-tie, decoding continues from the saved
 token. The transformers runner on a GPU in bfloat16 may turn more.
 """
 
@@ -29,7 +29,7 @@ Sameness = Literal["identical", "near-tie", "different"]
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Where a saved answer differs from plain decoding behind the same tokens."""
+    """A position at which a saved answer differs from plain decoding after the same tokens."""
 
     position: int  # in the answer
     saved: int | None  # None: the saved answer ends here
@@ -38,13 +38,13 @@ class Departure:
 
     @property
     def is_near(self) -> bool:
-        """Whether rounding may decide between the two tokens."""
+        """True if rounding may decide between the two tokens."""
         return self.margin is not None and abs(self.margin) < NEAR_LOGITS
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A saved field that is not what decoding again gives."""
+    """A saved field that differs from the recomputed one."""
 
     field: str
     saved: str
@@ -63,14 +63,14 @@ class Recheck:
 
     @property
     def finding(self) -> Sameness:
-        """Whether the answer is what plain decoding gives."""
+        """Whether the answer equals that of plain decoding."""
         if self.mismatches or len(self.departures) > 1 or not all(one.is_near for one in self.departures):
             return "different"
         return "near-tie" if self.departures else "identical"
 
 
 def recheck(plain: LLM, saved: Saved) -> Recheck:
-    """Decode the saved answer's prompt again, autoregressively with its own noise, and compare."""
+    """Decode the saved answer's prompt again, autoregressively with its own seed, and compare."""
     _refuse_misfit(plain, saved)
     again, departures = _decoded_along(plain, saved)
     same, prompt = again.token_ids == saved.tokens, _prompt(plain, saved)
@@ -96,7 +96,7 @@ def _refuse_misfit(plain: LLM, saved: Saved) -> None:
 
 
 def _decoded_along(plain: LLM, saved: Saved) -> tuple[Output, tuple[Departure, ...]]:
-    """Decode again, behind a near-tie from the saved token on, until the end or a departure that decides."""
+    """Decode again until the end or a decisive departure; after a near-tie, continue from the saved token."""
     departures: list[Departure] = []
     given: tuple[int, ...] = ()
     while True:
@@ -142,7 +142,7 @@ def _ends_at_claimed_context(saved: Saved, departures: tuple[Departure, ...]) ->
 
 
 def _stated(saved: Saved) -> Iterator[Mismatch]:
-    """Compare what the answer says twice."""
+    """Compare fields that state the same thing twice."""
     if saved.params.seed not in (None, saved.seed):
         yield Mismatch("seed", str(saved.seed), f"{saved.params.seed} in params")
     if saved.sample >= saved.params.n:
@@ -152,7 +152,7 @@ def _stated(saved: Saved) -> Iterator[Mismatch]:
 
 
 def _prompt(plain: LLM, saved: Saved) -> list[Mismatch]:
-    """Compare the prompt's text with its tokens, read as text or as a user's message."""
+    """Compare the prompt's text with its tokens, as plain text or as a user message."""
     text, tokenizer = saved.prompt_text, plain.tokenizer
     if text is None or tuple(tokenizer.encode(text)) == saved.prompt:
         return []
@@ -166,7 +166,7 @@ def _prompt(plain: LLM, saved: Saved) -> list[Mismatch]:
 
 
 def _contents(saved: Saved, again: Output) -> Iterator[Mismatch]:
-    """Compare what follows from the tokens."""
+    """Compare the fields that follow from the tokens."""
     if saved.text is not None and saved.text != again.text:
         yield Mismatch("text", *_excerpts(saved.text, again.text))
     if saved.finish_reason not in (None, again.finish_reason):
@@ -176,7 +176,7 @@ def _contents(saved: Saved, again: Output) -> Iterator[Mismatch]:
 
 
 def _excerpts(saved: str, plain: str) -> tuple[str, str]:
-    """Return two texts from shortly before the first character that differs."""
+    """Return two texts from shortly before their first difference."""
     same = next((i for i, (a, b) in enumerate(zip(saved, plain, strict=False)) if a != b), min(len(saved), len(plain)))
     start = max(same - SHOWN_CHARACTERS, 0)
     return short(saved[start:]), short(plain[start:])
@@ -194,7 +194,7 @@ def _logprobs(saved: tuple[TokenLogprobs, ...], plain: tuple[TokenLogprobs, ...]
 
 
 def _agree(saved: TokenLogprobs, plain: TokenLogprobs, count: int) -> bool:
-    """Whether log-probabilities are the same but for rounding, which may change the order of near-ties."""
+    """True if log-probabilities are equal up to rounding, which may change the order of near-ties."""
     known = dict(plain.top)
     ranks = zip(saved.top, plain.top, strict=False)
     return (

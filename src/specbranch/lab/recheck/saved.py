@@ -1,7 +1,7 @@
-"""A saved answer as `specbranch generate --json` wrote it: what it must hold, and how it is read.
+"""A saved answer as `specbranch generate --json` wrote it: its required fields and their parsing.
 
-Owns the checks of its shape, and which of its fields can be recomputed. Invariant: every field is either used,
-recomputed by `compare`, or named as not checked.
+Owns the checks of its shape, and the list of fields that can be recomputed. Invariant: every field is used, recomputed
+by `compare`, or listed as not checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATS = "stats (all but tokens)"
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """An answer as it was saved, and how it was made; nothing where that was not noted."""
+    """A saved answer and how it was made; None where that is unknown."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -48,7 +48,7 @@ class Saved:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `specbranch generate --json` prints, or say what is wrong with it."""
+        """Parse the output of `specbranch generate --json`; raise if it is wrong."""
         _check(values)
         params = _params(values["params"])
         if values.get("rule") == "ratio" and params.temperature > 0:
@@ -72,13 +72,13 @@ class Saved:
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """The fields of this answer that are compared once its tokens are those of plain decoding."""
+        """The fields that are compared once the tokens equal those of plain decoding."""
         found = (self.text, self.finish_reason, self.logprobs, self.prompt_text)
         return tuple(name for name, value in zip(RECOMPUTED, found, strict=True) if value is not None)
 
 
 def read_answers(text: str, name: str) -> list[Saved]:
-    """Return all answers of a file with that name, each checked."""
+    """Return all answers of a file, each checked."""
     answers = []
     for number, values in enumerate(_objects(text, name)):
         with naming(name, number):
@@ -90,7 +90,7 @@ def read_answers(text: str, name: str) -> list[Saved]:
 
 @contextmanager
 def naming(name: str, number: int) -> Iterator[None]:
-    """Say in an error which answer of which file it is about."""
+    """Add file and number of the answer to an error."""
     try:
         yield
     except BadParameter as error:
@@ -98,7 +98,7 @@ def naming(name: str, number: int) -> Iterator[None]:
 
 
 def common_settings(answers: Sequence[Saved], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how all the answers were made, as one model is loaded for them; what was given for it wins."""
+    """Return the settings shared by all answers, since one model is loaded for them; given values override them."""
     settings = {name: _agreed(name, answers) if given[name] is None else given[name] for name in NOTED}
     if settings["weights"] == settings["dtype"]:
         settings["weights"] = None  # stored as it is computed in, also where that is float16, which no --weights names
@@ -106,18 +106,18 @@ def common_settings(answers: Sequence[Saved], given: Mapping[str, Any]) -> dict[
 
 
 def claimed_settings(answers: Sequence[Saved], given: Mapping[str, Any]) -> list[str]:
-    """Name the settings that come from the file alone."""
+    """Return the names of settings that come from the file alone."""
     return [name for name in NOTED if given[name] is None and _agreed(name, answers) is not None]
 
 
 def short(value: object) -> str:
-    """Return a value as it is shown in a sentence."""
+    """Return a value as it appears in a sentence."""
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}…"
 
 
 def _objects(text: str, name: str) -> Iterator[dict[str, Any]]:
-    """Yield each answer, and the further samples it holds, which answer the same prompt in the same way."""
+    """Yield each answer, and its further samples, which share prompt and settings."""
     for where, line in numbered_lines(text, name):
         answer = json_value(line, where, f"{EXPECTED_ANSWER}.")
         if not isinstance(answer, dict):
@@ -141,7 +141,7 @@ def _agreed(name: str, answers: Sequence[Saved]) -> Any:
 
 
 def _beyond_checking(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name the fields that are neither used nor recomputed, unknown ones too."""
+    """Return the fields that are neither used nor recomputed, including unknown ones."""
     names = (name for name in values if name not in USED and name not in RECOMPUTED and values[name] is not None)
     return tuple(STATS if name == "stats" else name for name in names)
 
@@ -151,7 +151,7 @@ def _is_count(value: object, least: int = 0) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number that can be subtracted: NaN and infinities too, which then differ."""
+    """True for a number that can be subtracted, including NaN and infinities, which then differ."""
     return isinstance(value, float) or (_is_count(abs(value)) if isinstance(value, int) else False)
 
 
@@ -225,7 +225,7 @@ def _logprobs(entry: Mapping[str, Any]) -> TokenLogprobs:
 
 
 def _params(values: Mapping[str, Any]) -> SamplingParams:
-    """Read the sampling parameters; JSON made texts of the ids in logit_bias."""
+    """Parse the sampling parameters; JSON turned the ids of logit_bias into strings."""
     bias = values.get("logit_bias", {})
     if not isinstance(bias, Mapping):
         raise BadParameter(f"logit_bias is {short(bias)}; expected an object of token ids with numbers.")

@@ -1,2 +1,1 @@
-"""Decoding from records: what a target said once, decoded again by any method, on any clock, mostly without the
-models."""
+"""Replays: a target's recorded text, decoded again by any method, on any clock, mostly without the models."""

@@ -1,8 +1,8 @@
-"""What no choice of rows could exceed: how much of the records is named before the target says it, and what forwards of
-so many rows would give if only what is right were sent.
+"""An upper bound on the speedup of any choice of rows, computed from records.
 
-Owns the arithmetic. Invariant: a method that sends what this draft or the text itself names, `MOST_SENT` at a time, is
-never faster than the bound while the batch is full.
+Owns the arithmetic. It asks how many tokens of the records the draft or the text itself names in advance. It then
+assumes that the target verifies only correct rows. Invariant: a method that sends such tokens, at most `MOST_SENT` at a
+time, is never faster than the bound while the batch is full.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RowPoints = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class NamedTokens:
-    """How much of some answers is named before the target says it, the first token of each left out."""
+    """How many answer tokens are named before the target emits them; the first token of each answer is left out."""
 
     tokens: int
     looked: int  # of these, named by the text itself
@@ -40,12 +40,13 @@ class NamedTokens:
 
     @property
     def most(self) -> float:
-        """Tokens that a round can take on average, beyond the one that the target says by itself."""
+        """The most tokens that a round can gain on average, beyond the target's own."""
         return self.tokens / self.rounds - 1.0
 
 
 def named_tokens(records: Sequence[Record], draft: ReplayedModel | None) -> NamedTokens:
-    """Look along records at what the draft says after their very tokens, and at what followed the same words before."""
+    """Compare each record with the draft's proposals after the same tokens, and with what followed the same n-grams
+    earlier."""
     tokens = looked = rounds = 0
     for record in records:
         by_text = _looked_up(record)
@@ -58,10 +59,10 @@ def named_tokens(records: Sequence[Record], draft: ReplayedModel | None) -> Name
 
 
 def bound(costs: Costs, at_once: int, named: NamedTokens) -> float:
-    """How much faster than plain decoding of as many at once any choice of rows could be.
+    """Return the largest speedup over plain decoding at the same batch size.
 
-    If all rows but right ones are left out, a round has as many rows as it gives tokens. A step of the draft takes its
-    time, or holds up the target that works beside it; what the text names takes none.
+    With only correct rows, a round has as many rows as it yields tokens. A draft step takes its own time, or slows down
+    the target that runs in parallel; looked-up tokens are free.
     """
     context, looked = named.context, named.looked / max(named.tokens, 1)
     forwards = _below(
@@ -81,7 +82,7 @@ def bound(costs: Costs, at_once: int, named: NamedTokens) -> float:
 
 
 def _looked_up(record: Record) -> list[bool]:
-    """Which tokens of an answer, but the first, a line that is looked up anywhere before them has in their place."""
+    """Mark the answer tokens (except the first) that some earlier n-gram match would have named."""
     text, start, config = record.text, len(record.task.prompt) + 1, SpeculativeConfig()
     found, before = [False] * (len(text) - start), list(text[:start])
     ngrams = Ngrams(before, config.ngram_max, config.ngram_min)
@@ -95,7 +96,7 @@ def _looked_up(record: Record) -> list[bool]:
 
 
 def _proposed(record: Record, draft: ReplayedModel) -> list[bool]:
-    """Which tokens of an answer, but the first, are among the draft's candidates after all that comes before them."""
+    """Mark the answer tokens (except the first) that are among the draft's candidates."""
     text, start = record.text, len(record.task.prompt)
     found: list[bool] = []
     with closing(Reader(draft.runner, record)) as reader:
@@ -111,7 +112,7 @@ def _proposed(record: Record, draft: ReplayedModel) -> list[bool]:
 
 
 def _rounds(named: Sequence[bool]) -> int:
-    """How many rounds a text needs at least: whatever is named from where one begins is taken, and one token more."""
+    """Return the minimum number of rounds: each takes all named tokens from its start, and one more."""
     rounds, at = 0, 0
     while at < len(named):
         end = at
@@ -122,7 +123,7 @@ def _rounds(named: Sequence[bool]) -> int:
 
 
 def _below(points: RowPoints) -> RowPoints:
-    """The greatest convex curve below some points: no mixture of rounds takes less on average."""
+    """Return the greatest convex curve below some points: no mixture of rounds takes less time on average."""
     hull: RowPoints = []
     for point in points:
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
@@ -136,7 +137,7 @@ def _slope(one: tuple[float, float], other: tuple[float, float]) -> float:
 
 
 def _at(hull: RowPoints, rows: float) -> float:
-    """The curve's seconds at a number of rows; beyond its end it goes on along its last slope."""
+    """Return the curve's seconds at a number of rows; beyond its end the last slope continues."""
     if len(hull) == 1:
         return hull[0][1]
     at = next((n for n in range(1, len(hull)) if rows <= hull[n][0]), len(hull) - 1)

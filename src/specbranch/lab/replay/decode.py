@@ -1,7 +1,6 @@
-"""One request decoded from a record: real orders and verdicts, time charged by a profile.
+"""One request decoded from a record: real orders and verdicts, with time charged by a profile.
 
-Owns the assembly of a replay. Invariant: what is emitted is the record's text; a replay that ends otherwise is an
-error, not a result.
+Owns the assembly of a replay. Invariant: a replay emits the record's text; any other text is an error, not a result.
 """
 
 from __future__ import annotations
@@ -28,23 +27,24 @@ from specbranch.lab.replay.signals import RecordedSignals
 
 
 class Diverged(AssertionError):
-    """A replay did not give the record's text."""
+    """A replay that did not emit the record's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedModel:
-    """A draft in a replay, or a target off its record: who it is, what it said before, and the model for the rest."""
+    """A draft in a replay, or a target off its record: its identity, its stored outputs, and the model for the rest."""
 
     identity: str
     memory: ProposalStore
     runner: Runner
 
     def worker(self, record: Record, reader: Reader, knows: bool = False) -> MeteredDrafter:
-        """Return a draft worker that remembers; one that `knows` is sure of what is right, and of nothing else."""
+        """Return a draft worker that uses stored proposals; with `knows` it is certain of correct tokens and of
+        nothing else."""
         return MeteredDrafter(self._remembering(OracleRunner if knows else MemoRunner, record, reader))
 
     def read_ahead(self, record: Record, reader: Reader) -> None:
-        """Have the draft read what methods will ask of it on a record, unless it did before."""
+        """Compute in advance the proposals that methods will need on a record, unless they are stored."""
         text, runner = record.text, self.runner
         out_of_reach = len(text) >= runner.context_length or max(text) >= runner.vocabulary
         if out_of_reach or self.memory.has_read(self.identity, record):
@@ -57,7 +57,7 @@ class ReplayedModel:
 
 
 class RecordDecoder:
-    """Decodes one record again and again, with other methods, settings and profiles; to be closed."""
+    """Decodes one record repeatedly, with different methods, settings and profiles; call `close` at the end."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class RecordDecoder:
         trace: Trace | None = None,
         experience: Experience | None = None,
     ) -> Stats:
-        """Decode by a method, charged by a profile; returns the request's statistics. `experience` is what a planned
-        method goes by, and adds to."""
+        """Decode with a method, charged by a profile; return the request's statistics. A planned method uses
+        `experience` and adds to it."""
         method = find_method(config.method or PLAIN, self.draft is not None)
         if method.guesses and self.target is None:
             raise BadParameter(
-                f"A record holds what the target said, and method {config.method!r} asks what it would say to guesses "
+                f"A record holds only the target's answer, and method {config.method!r} needs its tokens after guesses "
                 "of its own. Give the replay the target, or leave the method out."
             )
         executor = self._executor(profile, config.policy == "oracle", method.guesses)
@@ -105,18 +105,18 @@ class RecordDecoder:
         return session.stats
 
     def read_ahead(self) -> None:
-        """Have the draft read what methods will ask of it: quicker than to be asked for it token by token."""
+        """Compute in advance the proposals that methods will need: faster than token by token."""
         if self.draft and self._reader:
             self.draft.read_ahead(self.record, self._reader)
 
     def close(self) -> None:
-        """Free the models' caches."""
+        """Free the models' KV caches."""
         for reader in (self._reader, self._asked):
             if reader:
                 reader.close()
 
     def _executor(self, profile: CostProfile, knows: bool, guesses: bool) -> VirtualClock:
-        """Put the workers together."""
+        """Assemble the workers."""
         capacity = len(self.record.text) + 256  # room for what is drafted beyond the end
         target = Verifier(RecordedRunner(self.record, 1 << 31, capacity, self._beyond() if guesses else None))
         draft = self.draft.worker(self.record, self._reader, knows) if self.draft and self._reader else None

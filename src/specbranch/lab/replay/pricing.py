@@ -1,9 +1,8 @@
-"""The rounds of a replay, noted so that any profile can price them: where a method's decisions do not depend on the
-clock, only its seconds do.
+"""The rounds of a replay in a form that any profile can price.
 
-Owns those rounds. They hold for fixed lengths; a method that drafts until the target is done, or chooses by the
-profile, has to be replayed under it. Invariant: `PricedRounds.priced` is what the same replay under that profile would
-have told.
+Owns those rounds. They serve methods whose decisions do not depend on the clock, i.e. those with fixed lengths. A
+method that drafts until the target is done, or plans by the profile, must be replayed under each profile. Invariant:
+`PricedRounds.priced` equals the statistics of the same replay under that profile.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from specbranch.lab.replay.signals import RecordedSignals
 
 OPEN_DECODERS = 24  # decoders kept open: as many as there are records to tune on
 Forward = tuple[float, float]  # rows, and the tokens held before them
-# the target's (no rows if it had nothing to do), the draft's steps, and how it was begun
+# the target's (no rows if it had nothing to do), the draft's steps, and how it started
 PricedRound = tuple[Forward, tuple[Forward, ...], Beginning]
 
 
@@ -34,12 +33,12 @@ class PricedRounds:
     """The rounds of one replay."""
 
     counts: Stats  # its times mean nothing
-    # For each round: how many draft steps there were, how it was begun, the target's rows and context, and those
+    # For each round: how many draft steps there were, how it started, the target's rows and context, and those
     # of each step.
     entries: array[float]
 
     def priced(self, profile: CostProfile) -> Stats:
-        """Return what the replay's statistics would be under a profile; the first round reads the prompt."""
+        """Return the replay's statistics under a profile; the first round is the prefill."""
         (first, host), *later = ((_charge(one, profile), profile.host_seconds(one[2])) for one in self._rounds())
         opening, rest = first.seconds + host, [charge for charge, _ in later]
         return replace(
@@ -71,12 +70,13 @@ def _charge(one: PricedRound, profile: CostProfile) -> Charge:
 
 
 def has_fixed_decisions(config: SpeculativeConfig) -> bool:
-    """Whether a method's decisions are the same under every profile."""
+    """True if a method decides the same under every profile."""
     return not (config.until_target or METHODS[config.method or PLAIN].plans(config))
 
 
 class ReplayedMethods:
-    """Replays with one pair. What does not depend on the clock is decoded once for all clocks. To be closed."""
+    """Replays with one pair; what does not depend on the clock is decoded once for all clocks. Call `close` at the
+    end."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class ReplayedMethods:
     def stats(
         self, record: Record, config: SpeculativeConfig, profile: CostProfile, experience: Experience | None = None
     ) -> Stats:
-        """Return what a method does on a record under a profile; `experience` is what a planned one goes by."""
+        """Return a method's statistics on a record under a profile; a planned method uses `experience`."""
         if has_fixed_decisions(config):
             return self.rounds(record, config).priced(profile)
         return self.decoder(record).decode(config, profile, experience=experience)
 
     def rounds(self, record: Record, config: SpeculativeConfig) -> PricedRounds:
-        """Return the rounds of a method whose decisions are fixed, decoded once."""
+        """Return the rounds of a method with fixed decisions; they are decoded once."""
         key = record.task, config
         if key not in self._held:
             self._held[key] = self.decoder(record).noted(config)
@@ -108,22 +108,22 @@ class ReplayedMethods:
 
     @property
     def decoded(self) -> list[SpeculativeConfig]:
-        """The settings of all rounds that are held."""
+        """The settings of all stored rounds."""
         return [config for _, config in self._held]
 
     def forget(self) -> None:
-        """Throw all rounds away."""
+        """Drop all rounds."""
         self._held.clear()
 
     def close(self) -> None:
-        """Free the models' caches; the rounds stay."""
+        """Free the models' KV caches; the rounds stay."""
         for decoder in self._decoders.values():
             decoder.close()
         self._decoders.clear()
 
     def decoder(self, record: Record) -> NotingDecoder:
-        """Return the decoder of a record. Some stay open: a search comes back to the same records, whose prompts are
-        long."""
+        """Return the decoder of a record. Some stay open, because a search returns to the same records and their
+        prompts are long."""
         decoder = self._decoders.pop(record.task, None)
         if decoder is None:
             if len(self._decoders) >= self._most:
@@ -138,10 +138,10 @@ class ReplayedMethods:
 
 
 class NotingDecoder(RecordDecoder):
-    """A decoder that can note its rounds, for any profile to price."""
+    """A decoder that records its rounds, for any profile to price."""
 
     def noted(self, config: SpeculativeConfig) -> PricedRounds:
-        """Decode a record and note what was done."""
+        """Decode a record and return its rounds."""
         if not has_fixed_decisions(config):
             raise ValueError(
                 "what a draft does until the target is done, and what the planner decides, depends on the profile"
@@ -161,7 +161,7 @@ class NotingDecoder(RecordDecoder):
 
 
 class _Meter(CostProfile):
-    """A profile that writes down what it is asked the price of."""
+    """A profile that records what it is asked to price."""
 
     __slots__ = ("rounds",)
     rounds: list[tuple[list[Beginning], list[float], list[Forward]]]
@@ -171,28 +171,28 @@ class _Meter(CostProfile):
         object.__setattr__(self, "rounds", [])
 
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
-        """Note a target forward; what is asked before the first round is no forward."""
+        """Record a target forward; questions before the first round are not forwards."""
         if self.rounds:
             self.rounds[-1][1][:] = (tokens, context or 0.0)
         return 1.0
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
-        """Note a draft step, likewise."""
+        """Record a draft step, likewise."""
         if self.rounds:
             self.rounds[-1][2].append((width, context or 0.0))
         return 1.0
 
-    def host_seconds(self, begun: Beginning) -> float:
-        """Note how a round was begun."""
-        self.rounds[-1][0].append(begun)
+    def host_seconds(self, start: Beginning) -> float:
+        """Record how a round started."""
+        self.rounds[-1][0].append(start)
         return 0.0
 
 
 class _Rounds(VirtualClock):
-    """A clock that tells its meter when a round begins."""
+    """A clock that notifies its meter when a round starts."""
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
-        """Carry out one round."""
+        """Run one round."""
         assert isinstance(self.profile, _Meter)
         self.profile.rounds.append(([], [0.0, 0.0], []))
         return super().run(orders)

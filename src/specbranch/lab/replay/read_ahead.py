@@ -1,8 +1,8 @@
-"""What every method will ask of a draft on a record, read in good time: many rows in a forward instead of one after
-another.
+"""The draft's proposals along a record, computed in advance: many rows per forward instead of one.
 
-Owns no state. Reads the draft's proposals all along the record and, wherever its first one strays from it, what the
-draft would go on with. Invariant: it changes what is remembered already, never what is remembered under a key.
+Owns no state. It computes the proposals at every token of the record. Where the draft's first choice differs from the
+record, it also computes how the draft would continue. Invariant: it changes what is already stored, never what is
+stored under a key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STRAYING_TOKENS = 16  # tokens read of a straying: methods seldom ask for more
 
 
 def read_ahead(record: Record, runner: Runner, depth: int = STRAYING_TOKENS) -> None:
-    """Ask a draft that remembers for what it will be asked; one sequence of the runner is used, and closed."""
+    """Store in advance the proposals that methods will need; uses one sequence of the runner and closes it."""
     text, start = record.text, len(record.task.prompt) - 1
     runner.open(0, record.task.request)
     try:
@@ -30,8 +30,8 @@ def read_ahead(record: Record, runner: Runner, depth: int = STRAYING_TOKENS) -> 
 
 
 def _read_window(runner: Runner, tokens: Sequence[int], depth: int) -> None:
-    """Read some tokens of the record, the last one only compared with; then what strays from them, all strayings in
-    step."""
+    """Process some tokens of the record (the last one only for comparison), then all deviations from them in
+    lockstep."""
     slots, length = runner.slots(0), len(tokens) - 1
     along = _proposed(runner, tokens[:-1], range(ROOT, length - 1))
     straying = [pair for pair, said in zip(along, tokens[1:], strict=True) if pair[1] != said]
@@ -43,7 +43,7 @@ def _read_window(runner: Runner, tokens: Sequence[int], depth: int) -> None:
 
 
 def _proposed(runner: Runner, tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, int]]:
-    """Feed nodes; returns each with the first token proposed behind it."""
+    """Feed nodes; return each with the first token proposed after it."""
     first = len(runner.slots(0).tokens)
     nodes = range(first, first + len(tokens))
     made = runner.propose([Feed(0, tuple(tokens), tuple(parents))], [Ask(0, node) for node in nodes])

@@ -1,8 +1,7 @@
-"""The real draft on one text, for what it was never asked before: any beginning of the text, and anything that strays
-from it.
+"""The real draft on one text, for proposals that are not stored: any prefix of the text, and any deviation from it.
 
-Owns the draft's cache during a replay. Invariants: a proposal is that of its own tokens, however the reader came to
-them; no forward has more rows than the engine's own small steps, so that a row has the bits it has there.
+Owns the draft's KV cache during a replay. Invariants: a proposal depends only on its own tokens, not on the path of the
+reader. No forward has more rows than the engine's own small steps, so that each row has the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ TextNode = tuple[int, int]  # its parent and its token
 
 
 class Reader:
-    """Reads on the text of a record; what strays from it hangs behind the prefix as a tail, each token once."""
+    """Processes the text of a record; deviations form a tail after the prefix, each token once."""
 
     def __init__(self, runner: Runner, record: Record) -> None:
         self._runner, self._text, self._request = runner, record.text, record.task.request
@@ -43,7 +42,7 @@ class Reader:
         return self._entries(ends)
 
     def close(self) -> None:
-        """Free the cache."""
+        """Free the KV cache."""
         if self._is_open:
             self._runner.close(self._seq)
         self._is_open = False
@@ -53,7 +52,7 @@ class Reader:
         return self._runner.slots(self._seq)
 
     def _within_reach(self, sequences: Sequence[Sequence[int]]) -> bool:
-        """Whether all can be read from where the reader is."""
+        """True if all sequences can be processed from the current prefix."""
         if not self._is_open:
             return False
         prefix = self._slots.prefix
@@ -61,7 +60,7 @@ class Reader:
         return follow and len(self._uncomputed(sequences)[0]) <= self._slots.room
 
     def _seek(self, base: int) -> None:
-        """Make the first `base` tokens of the text the prefix, and the tail empty."""
+        """Make the first `base` tokens of the text the prefix, with an empty tail."""
         if not self._is_open:
             self._runner.open(self._seq, self._request)
             self._is_open = True
@@ -74,7 +73,7 @@ class Reader:
             self._runner.extend(self._seq, ahead[len(path) :])
 
     def _uncomputed(self, sequences: Sequence[Sequence[int]]) -> tuple[list[TextNode], list[int]]:
-        """Return what has to be read, in order, and the number of the node at which each sequence ends."""
+        """Return the tokens to process, in order, and the last node of each sequence."""
         slots, ends = self._slots, list[int]()
         known = {node: number for number, node in enumerate(zip(slots.parents, slots.tokens, strict=True))}
         held = len(known)
@@ -92,5 +91,5 @@ class Reader:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return the length of the common prefix of two sequences."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

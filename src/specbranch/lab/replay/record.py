@@ -1,8 +1,8 @@
-"""What a target says to a prompt, kept: under the match rule it depends on prompt, sampling and seed alone, so no
-method need ask again.
+"""Records of a target's answers. Under the match rule an answer depends only on prompt, sampling and seed, so one
+record serves all methods.
 
-Owns the records and their folder. Invariant: a record under its name is whole, and is what the real engine said, token
-for token.
+Owns the records and their folder. Invariant: a stored record is complete, and equals the real engine's answer token for
+token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TopRow = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked of a target: everything its answer depends on under the match rule, the model itself aside."""
+    """A request to a target: everything that decides its answer under the match rule, except the model."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -40,25 +40,26 @@ class Task:
 
     @property
     def request(self) -> Request:
-        """The request a worker is told."""
+        """The request for a worker."""
         return Request(self.params, self.seed, len(self.prompt), 0, "match", self.eos_ids)
 
     @property
     def sampling(self) -> str:
-        """What a row's choice depends on besides the tokens before it; a greedy one knows no seed."""
+        """The sampling values that a row's choice depends on, besides the tokens before it; greedy sampling has no
+        seed."""
         aside = {"seed", "n", "logprobs", "max_tokens", "stop", "stop_token_ids"}
         shaping = {name: value for name, value in asdict(self.params).items() if name not in aside}
         return json.dumps([shaping, None if self.request.greedy else self.seed], sort_keys=True)
 
     def key(self, model: str) -> str:
-        """Name the task for one model."""
+        """Return the name of the task for one model."""
         ending = [self.params.max_tokens, self.params.stop, self.params.stop_token_ids, self.eos_ids]
         return sha256(json.dumps([RECORD_FORMAT, model, self.prompt, self.sampling, ending]).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A task and what the target said."""
+    """A task and the target's answer."""
 
     task: Task
     tokens: tuple[int, ...]
@@ -71,15 +72,15 @@ class Record:
 
 
 class Records:
-    """A folder of records of one target, known by its identity; or others' texts, which count as its own."""
+    """A folder of records of one target, known by its identity; or texts of another target that stand for its own."""
 
     def __init__(self, folder: Path, model: str, texts: Path | None = None) -> None:
-        """`texts`: a folder of records of any target, of which alone anything is taken."""
+        """`texts` is a folder of records of any target; if given, all records come from there."""
         self.folder, self.model = folder / model[:16], model
         self._others = sorted(one for one in texts.iterdir() if one.is_dir()) if texts is not None else None
 
     def find(self, task: Task) -> Record | None:
-        """Return the record of a task, if there is one; one that cannot be read counts as none."""
+        """Return the record of a task, if there is one; an unreadable one counts as none."""
         if self._others is None:
             return _found(task, self._path(task))
         named = [(one, one.name + how) for one in self._others for how in ("", STORED)]
@@ -87,7 +88,7 @@ class Records:
         return next((found for path in paths if (found := _found(task, path)) is not None), None)
 
     def make(self, task: Task, llm: LLM) -> Record:
-        """Let the target answer, by whatever lossless method the LLM has, and keep it."""
+        """Let the target answer with the LLM's lossless method, and store the record."""
         output = repeat(llm, task.prompt, replace(task.params, logprobs=RECORDED_TOP), task.seed)
         record = Record(task, tuple(output.token_ids), tuple(row.top for row in output.logprobs or ()))
         held = {"format": RECORD_FORMAT, "tokens": record.tokens, "rows": record.rows}

@@ -1,9 +1,9 @@
-"""Decoding mostly without the models: a Runner over the target's record, and a Runner whose proposals are remembered.
+"""Runners for replays: one over the target's record, and one with stored draft proposals.
 
-Owns both. They take the models' places under the unchanged workers, so orders, verdicts, stops and counts are the real
-ones. Invariants: what is said after a prefix of the record is the record's next token; after anything else it is no
-token at all, or, where just that is asked, as lookahead decoding does of its guesses, what the target itself says; what
-is remembered was said after those very tokens.
+Owns both. They replace the models under the unchanged workers, so orders, verdicts, stops and counts are the real ones.
+Invariants: after a prefix of the record, the target's token is the record's next one. After any other text it is no
+token. If a method needs it, as lookahead decoding does for its guesses, the real target computes it. A stored proposal
+was computed after exactly those tokens.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Beyond = Callable[[Sequence[Sequence[int]]], list[int]]  # from texts that left 
 
 
 class PlainSlots(Generic[Mark]):
-    """A Runner that has no model: Slots, and a mark for each node, made from its parent's. What it can answer is
-    told below it."""
+    """A Runner without a model: Slots, and a mark for each node, derived from its parent's. Subclasses define what
+    it can answer."""
 
     prefill_chunk = 256
     kv_slots = None
@@ -51,21 +51,21 @@ class PlainSlots(Generic[Mark]):
         self._marks: dict[int, dict[int, Mark]] = {}
 
     def open(self, seq: int, request: Request) -> None:
-        """Make room for a new, empty sequence."""
+        """Open a new, empty sequence."""
         if request.by_ratio:
             raise _unknown()
         self._slots[seq], self._ends[seq], self._marks[seq] = Slots(self.context_length), self._start(), {}
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's KV slots."""
+        """The KV slots of the sequence."""
         return self._slots[seq]
 
     def demand(self, seq: int, count: int) -> None:
-        """Make sure that so many more nodes fit."""
+        """Make sure that this many more nodes fit."""
         self._slots[seq].demand(count)
 
     def recall(self, seq: int, tokens: Sequence[int]) -> int:
-        """Nothing is kept for others: what reading a prompt costs is charged to each."""
+        """Return no cached prefix: each request pays for its own prefill."""
         return len(self._slots[seq].prefix)
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
@@ -75,7 +75,7 @@ class PlainSlots(Generic[Mark]):
             self._marks[seq].clear()
 
     def feed(self, work: Sequence[Feed]) -> None:
-        """Add nodes, with their marks."""
+        """Add nodes with their marks."""
         for seq, tokens, parents in work:
             slots, marks = self._slots[seq], self._marks[seq]
             for node, token, parent in zip(slots.grow(tokens, parents), tokens, parents, strict=True):
@@ -91,7 +91,7 @@ class PlainSlots(Generic[Mark]):
         raise _unknown()
 
     def knows(self, seq: int, node: int) -> bool:
-        """Whether a node was fed, not read as part of a prompt."""
+        """True if a node was fed, not prefilled."""
         return node in self._marks[seq]
 
     def margin(self, seq: int, node: int, first: int, second: int) -> float:
@@ -108,7 +108,7 @@ class PlainSlots(Generic[Mark]):
         }
 
     def rewind(self, seq: int, length: int) -> None:
-        """Forget all but the first tokens."""
+        """Keep only the first tokens."""
         slots, mark = self._slots[seq], self._start()
         slots.truncate(length)
         for position, token in enumerate(slots.prefix):
@@ -116,7 +116,7 @@ class PlainSlots(Generic[Mark]):
         self._ends[seq], self._marks[seq] = mark, {}
 
     def close(self, seq: int) -> None:
-        """Forget the sequence."""
+        """Drop the sequence."""
         del self._slots[seq], self._ends[seq], self._marks[seq]
 
     def _start(self) -> Mark:
@@ -129,17 +129,16 @@ class PlainSlots(Generic[Mark]):
 
 
 class RecordedRunner(PlainSlots[int]):
-    """A target that can say little but its record. A mark tells how many tokens of the record were followed, NO_RECORD
-    once it was left."""
+    """A target that knows only its record. A mark counts the record's tokens that were followed; NO_RECORD marks a
+    deviation."""
 
     def __init__(self, record: Record, vocabulary: int, context_length: int, beyond: Beyond | None = None) -> None:
-        """`beyond` says what the target says after a text that left the record, where a trial begins there; nothing:
-        no token."""
+        """`beyond` returns the target's token after a text that left the record; without it there is no token."""
         super().__init__(vocabulary, context_length)
         self._record, self._text, self._beyond = record, record.text, beyond
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
-        """Add nodes, and judge by the record."""
+        """Add nodes, and verify them against the record."""
         self.feed(work)
         judged = [self._judged(trial) for trial in trials]
         astray = [
@@ -185,7 +184,7 @@ def _unknown() -> BadParameter:
 
 @dataclass(frozen=True, slots=True)
 class KnownProposal:
-    """A proposal as wide as any method asks for, with both confidences."""
+    """A stored proposal, as wide as any method needs, with both confidences."""
 
     tokens: tuple[int, ...]
     top: float
@@ -193,34 +192,34 @@ class KnownProposal:
     odds: tuple[float, ...]
 
     def proposal(self, ask: Ask) -> Proposal:
-        """Cut to what is asked for."""
+        """Return the part that an order asks for."""
         if ask.width > CANDIDATES_KEPT:
             raise BadParameter(
-                f"{ask.width} branches at one token were asked for; a replay remembers {CANDIDATES_KEPT}. "
+                f"{ask.width} branches at one token were asked for; a replay stores {CANDIDATES_KEPT}. "
                 "Lower max_branches."
             )
         confidence = self.top if ask.measure == "top" else self.entropy
         return Proposal(self.tokens[: ask.width], confidence, odds=self.odds[: ask.width])
 
     def cut(self, width: int) -> KnownProposal:
-        """Return it with so many candidates at most."""
+        """Return it with at most this many candidates."""
         return replace(self, tokens=self.tokens[:width], odds=self.odds[:width])
 
     def packed(self) -> bytes:
-        """As bytes."""
+        """Return it as bytes."""
         many = len(self.tokens)
         return struct.pack(f"<dd{many}I{many}d", self.top, self.entropy, *self.tokens, *self.odds)
 
     @classmethod
     def unpacked(cls, data: bytes) -> KnownProposal:
-        """From bytes."""
+        """Build it from bytes."""
         many = (len(data) - 16) // 12
         top, entropy, *rest = struct.unpack(f"<dd{many}I{many}d", data)
         return cls(tuple(rest[:many]), top, entropy, tuple(rest[many:]))
 
 
 class Reads(Protocol):
-    """Something that can read what was never read before."""
+    """A model that computes what is not stored."""
 
     def read(self, sequences: Sequence[Sequence[int]]) -> list[KnownProposal]:
         """Return the draft's proposals after some sequences of tokens."""
@@ -228,7 +227,7 @@ class Reads(Protocol):
 
 
 class ProposalStore:
-    """Proposals by the digest of what stands before them, in one sqlite file; what was asked for once is at hand."""
+    """Proposals by the digest of their prefix, in one sqlite file and, once used, in memory."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -240,13 +239,13 @@ class ProposalStore:
             self._file.execute(f"create table if not exists {READ} (key blob primary key) without rowid")
         except (OSError, sqlite3.Error) as error:
             raise BadParameter(
-                f"The memory of drafts {path} cannot be used ({error}). Delete it, or name another folder."
+                f"The stored proposals in {path} cannot be used ({error}). Delete it, or name another folder."
             ) from None
         self._held: dict[bytes, KnownProposal] = {}
         self.misses = 0
 
     def find(self, key: bytes) -> KnownProposal | None:
-        """Return what is remembered under a key."""
+        """Return the proposal stored under a key."""
         if key not in self._held:
             line = self._file.execute(f"select entry from {TABLE} where key = ?", (key,)).fetchone()
             if line is None:
@@ -257,8 +256,8 @@ class ProposalStore:
     def recall(
         self, keys: Sequence[bytes], text: Callable[[int], Sequence[int]], reader: Reads, width: int = CANDIDATES_KEPT
     ) -> list[KnownProposal]:
-        """Return what is remembered under keys; the model reads the `text` of what is not, and so many candidates of
-        it are kept."""
+        """Return the proposals of some keys; the model computes missing ones from their `text`, and this many
+        candidates are stored."""
         missing = {key: text(at) for at, key in enumerate(keys) if self.find(key) is None}
         if missing:
             read = reader.read(list(missing.values()))
@@ -266,7 +265,7 @@ class ProposalStore:
         return [entry for key in keys if (entry := self.find(key)) is not None]
 
     def add(self, entries: dict[bytes, KnownProposal]) -> None:
-        """Remember."""
+        """Store proposals."""
         self._held |= entries
         self.misses += len(entries)
         lines = [(key, entry.packed()) for key, entry in entries.items()]
@@ -278,21 +277,21 @@ class ProposalStore:
             with suppress(sqlite3.Error):
                 self._file.execute("rollback")
             raise BadParameter(
-                f"What the draft said could not be kept ({error}). Make room, or name another folder."
+                f"The draft's proposals could not be stored ({error}). Free some space, or name another folder."
             ) from None
 
     def has_read(self, draft: str, record: Record) -> bool:
-        """Whether a draft has read all along a record."""
+        """True if a draft has processed the whole of a record."""
         return (
             self._file.execute(f"select 1 from {READ} where key = ?", (_reading(draft, record),)).fetchone() is not None
         )
 
     def note_read(self, draft: str, record: Record) -> None:
-        """Note that it has."""
+        """Store that it has."""
         self._file.execute(f"insert or replace into {READ} values (?)", (_reading(draft, record),))
 
     def forget(self, beyond: int = AT_HAND) -> None:
-        """Let go of what is at hand if that is more than so many; the file keeps it."""
+        """Drop proposals from memory if there are more than this many; the file keeps them."""
         if len(self._held) > beyond:
             self._held.clear()
 
@@ -310,7 +309,7 @@ def _digest(data: bytes) -> bytes:
 
 
 class Guessed:
-    """What a target says off a record, remembered; the model reads what is not."""
+    """A target's tokens off a record: stored ones, and the model for the rest."""
 
     def __init__(self, target: str, record: Record, memory: ProposalStore, reader: Reads) -> None:
         self._memory, self._reader = memory, reader
@@ -323,8 +322,8 @@ class Guessed:
 
 
 class MemoRunner(PlainSlots[bytes]):
-    """A draft that proposes what is remembered, and has the model read what is not. A mark is a digest of draft,
-    sampling and all tokens up to a node."""
+    """A draft with stored proposals; the model computes missing ones. A mark is a digest of draft, sampling and all
+    tokens up to a node."""
 
     def __init__(
         self, draft: str, record: Record, memory: ProposalStore, reader: Reads, vocabulary: int, context_length: int
@@ -334,7 +333,7 @@ class MemoRunner(PlainSlots[bytes]):
         self._first = _digest(f"{draft} {record.task.sampling}".encode())
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
-        """Add nodes, and return candidates for each place."""
+        """Add nodes, and return candidates for each row."""
         self.feed(work)
         keys = [self._marks[ask.seq][ask.node] for ask in asks]
         known = self._memory.recall(keys, lambda at: self._before(asks[at]), self._reader)
@@ -351,10 +350,10 @@ class MemoRunner(PlainSlots[bytes]):
 
 
 class OracleRunner(MemoRunner):
-    """A draft that proposes what the draft proposes, and knows what is right: sure of that, and of nothing else."""
+    """A draft with the real draft's candidates that knows which one is correct, and is certain of that alone."""
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
-        """Return the draft's candidates with the truth in place of its confidence."""
+        """Return the draft's candidates with the truth instead of its confidence."""
         made = super().propose(work, asks)
         return [replace(one, confidence=float(self._right(one, ask))) for one, ask in zip(made, asks, strict=True)]
 

@@ -1,6 +1,7 @@
-"""Several records decoded at once, as requests that share both models: real decisions, time charged for all together.
+"""Several records decoded as one batch of requests that share both models: real decisions, with time charged per batch.
 
-Owns the assembly, and who begins when. Invariant: each request emits its record's text, whatever batch it is in.
+Owns the assembly, and when each request starts. Invariant: each request emits its record's text, whatever else is in
+the batch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SPARE_SLOTS = 256  # KV slots beyond the end of a text
 
 
 class OneEach:
-    """A Runner that has another one for each sequence."""
+    """A Runner with a runner of its own for each sequence."""
 
     prefill_chunk = PlainSlots.prefill_chunk
     kv_slots = None
@@ -43,15 +44,15 @@ class OneEach:
         self.runners: dict[int, Runner] = {}
 
     def open(self, seq: int, request: Request) -> None:
-        """Open the sequence with its runner, which was put there before."""
+        """Open the sequence with the runner that was set for it."""
         self.runners[seq].open(seq, request)
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's KV slots."""
+        """The KV slots of the sequence."""
         return self.runners[seq].slots(seq)
 
     def demand(self, seq: int, count: int) -> None:
-        """Make sure that so many more nodes fit."""
+        """Make sure that this many more nodes fit."""
         self.runners[seq].demand(seq, count)
 
     def recall(self, seq: int, tokens: Sequence[int]) -> int:
@@ -68,18 +69,18 @@ class OneEach:
             self.runners[feed.seq].feed([feed])
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
-        """Add nodes, and return candidates for each place."""
+        """Add nodes, and return candidates for each row."""
         self.feed(work)
         return [self.runners[ask.seq].propose((), [ask])[0] for ask in asks]
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
-        """Add nodes, and judge."""
+        """Add nodes, and verify them."""
         self.feed(work)
         judged: list[Judged] = [self.runners[trial.seq].verify((), [trial])()[0] for trial in trials]
         return Verdicts(lambda: judged)
 
     def knows(self, seq: int, node: int) -> bool:
-        """Whether a node was fed, not read as part of a prompt."""
+        """True if a node was fed, not prefilled."""
         return self.runners[seq].knows(seq, node)
 
     def margin(self, seq: int, node: int, first: int, second: int) -> float:
@@ -91,23 +92,23 @@ class OneEach:
         self.runners[seq].keep(seq, nodes, commit)
 
     def rewind(self, seq: int, length: int) -> None:
-        """Forget all but the first tokens."""
+        """Keep only the first tokens."""
         self.runners[seq].rewind(seq, length)
 
     def close(self, seq: int) -> None:
-        """Forget the sequence and its runner."""
+        """Drop the sequence and its runner."""
         self.runners.pop(seq).close(seq)
 
 
 class _PromptsUncharged(Verifier):
-    """A target whose reading of prompts takes no time: decoding is what is compared."""
+    """A target whose prefill takes no time: only decoding is compared."""
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
         self.runner.extend(session, tokens)
 
 
 class _DraftPromptsUncharged(MeteredDrafter):
-    """The same for a draft."""
+    """A draft whose prefill takes no time."""
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
         self.runner.extend(session, tokens)
@@ -115,33 +116,36 @@ class _DraftPromptsUncharged(MeteredDrafter):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What requests that were decoded beside one another came to."""
+    """The requests of one batch and their time."""
 
     seconds: float  # from the first one's beginning to the last one's end
     requests: tuple[Stats, ...]
-    tokens: int  # emitted in that time, those of requests among them that only filled the batch
+    tokens: int  # emitted in that time, including requests that only kept the batch full
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all requests together."""
+        """The throughput of all requests together."""
         return self.tokens / self.seconds
 
     @property
     def seconds_per_token(self) -> list[float]:
-        """Of each request, after its first token; shortest first."""
+        """Seconds per token of each request after its first token, in ascending order."""
         return sorted(stats.decode_seconds / (stats.emitted - 1) for stats in self.requests if stats.emitted > 1)
 
 
 class SeveralRecords:
-    """Decodes many records, a number of them at a time; to be closed."""
+    """Decodes many records with a fixed batch size; call `close` at the end."""
 
     def __init__(self, records: Sequence[Record], draft: ReplayedModel | None) -> None:
         self._records, self._draft = records, draft
         self._readers = {record.task: Reader(draft.runner, record) for record in records} if draft else {}
 
     def decode(self, config: SpeculativeConfig, profile: CostProfile, at_once: int, experience: Experience) -> Load:
-        """Decode all records by a method, so many at once. Where one ends the next begins, after the last the first
-        ones again, so that the batch stays full until the last is done."""
+        """Decode all records with a method at a batch size.
+
+        When a request ends, the next starts. After the last record the first ones start again, so that the batch is
+        full until the last is done.
+        """
         clock, sessions = self._clock(profile), list[Session]()
         loop, waiting = Loop(clock), enumerate(cycle(self._records))
         method = find_method(config.method or PLAIN, self._draft is not None)
@@ -156,13 +160,13 @@ class SeveralRecords:
         return Load(clock.now(), tuple(session.stats for session in counted), emitted)
 
     def read_ahead(self) -> None:
-        """Have the draft read what methods will ask of it: quicker than to be asked for it token by token."""
+        """Compute in advance the proposals that methods will need: faster than token by token."""
         if self._draft:
             for record in {record.task: record for record in self._records}.values():
                 self._draft.read_ahead(record, self._readers[record.task])
 
     def close(self) -> None:
-        """Free the draft's cache."""
+        """Free the draft's KV cache."""
         for reader in self._readers.values():
             reader.close()
 
@@ -172,7 +176,7 @@ class SeveralRecords:
         return VirtualClock(_PromptsUncharged(OneEach(1 << 31, longest)), draft, profile)
 
     def _session(self, number: int, record: Record, clock: VirtualClock) -> Session:
-        """Make a request, and put its models in place."""
+        """Create a request and set its runners."""
         task, capacity = record.task, len(record.text) + SPARE_SLOTS
         _runners(clock.target)[number] = RecordedRunner(record, 1 << 31, capacity)
         if self._draft and clock.metered:

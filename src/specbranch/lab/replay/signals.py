@@ -1,8 +1,8 @@
-"""H-RAD in a replay: what a predictor says all along a record, read off the target once and kept.
+"""H-RAD in a replay: a predictor's signals along a record, computed once and stored.
 
-Owns those forecasts and their folder. A predictor reads the target's hidden states, which depend on the text alone, so
-what it says at a token of a record is the same whatever method comes by there. Invariant: a forecast that is kept is
-the predictor's for that very record.
+Owns those signals and their folder. A predictor reads the target's hidden states, which depend on the text alone. So
+its signal at a token of a record is the same for every method. Invariant: a stored signal is the predictor's for
+exactly that record.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SIGNAL_ROWS = 64  # tokens read in one forward
 
 
 class RecordedSignals:
-    """What one predictor says, record by record."""
+    """The signals of one predictor, record by record."""
 
     def __init__(self, predictor: Predictor, target: Runner, folder: Path, model: str) -> None:
-        """`model` tells the target from others, for the names of files."""
+        """`model` identifies the target in file names."""
         self.predictor = predictor
         self._forecast, self._target = TargetForecaster(predictor, target), reached(target)
         self._folder, self._model = folder / predictor.digest, model
@@ -37,14 +37,14 @@ class RecordedSignals:
         self._held: dict[str, list[Signal | None]] = {}
 
     def of(self, record: Record) -> RecordedForecaster:
-        """Return who says it in a replay."""
+        """Return the forecaster for a replay."""
         key = sha256(f"{record.task.key(self._model)} {record.tokens}".encode()).hexdigest()[:32]
         if key not in self._held:
             self._held[key] = self._kept(key, len(record.tokens)) or self._read(record, key)
         return RecordedForecaster(len(record.task.prompt), self._held[key])
 
     def _kept(self, key: str, count: int) -> list[Signal | None] | None:
-        """Return what was read before; what cannot be read, or is of another length, counts as nothing."""
+        """Return the stored signals; unreadable ones, or ones of another length, count as none."""
         with suppress(OSError, ValueError, EOFError):
             chances = np.load(self._folder / f"{key}.npy")
             if chances.ndim == 3 and len(chances) == count:
@@ -65,12 +65,12 @@ class RecordedSignals:
 
 
 class RecordedForecaster:
-    """A `core.forecast.Forecaster` over a record, which knows what was said at each of its tokens."""
+    """A `core.forecast.Forecaster` over a record, with the signal at each of its tokens."""
 
     def __init__(self, start: int, signals: Sequence[Signal | None]) -> None:
         self._start, self._signals = start, signals
 
     def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
-        """What was said where the target came to the record's token at this position."""
+        """Return the signal for the record's token at this position."""
         at = position - self._start
         return self._signals[at] if 0 <= at < len(self._signals) else None

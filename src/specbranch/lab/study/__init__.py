@@ -1,1 +1,1 @@
-"""The theoretical study: what speculation can gain, by formula, on toys and on a map of strategies."""
+"""The theoretical study: what speculation can gain, by formula, on toy models and on a map of strategies."""

@@ -1,8 +1,9 @@
-"""Latency of a token by formula: the paper's theorem, and a model of what the methods really do.
+"""Latency per token by formula: the paper's theorem, and a model of what the methods really do.
 
-Owns the formulas; a draft step is the unit of time, a target forward takes c of them. `alpha` is the chance that a
-drafted token is accepted, independently at each place, and `hit` that the target's token after a whole chain is among
-the heads of its branches. Pure arithmetic: what the real methods are charged is measured in `toy_runs`.
+Owns the formulas. A draft step is the unit of time; a target forward takes c of them. `alpha` is the probability that a
+drafted token is accepted, independently at each position. `hit` is the probability that the target's token after a
+whole chain is among the heads of its branches. This file is pure arithmetic; `toy_runs` measures what the real methods
+are charged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ TRIED = range(1, 65)  # lengths
 
 
 def accepted_length(alpha: float, length: int) -> float:
-    """Return how many tokens of a chain are accepted on average: α + α² + … + α^length."""
+    """Return the mean number of accepted tokens of a chain: α + α² + … + α^length."""
     _check_alpha(alpha)
     return float(length) if alpha == 1.0 else alpha * (1.0 - alpha**length) / (1.0 - alpha)
 
@@ -29,16 +30,18 @@ def theorem_latency(alpha: float, c: float, gamma: int) -> float:
 
 
 def serial_latency(alpha: float, c: float, gamma: int) -> float:
-    """Return the latency of serial speculative decoding: γ draft steps, a forward, the accepted tokens and one more."""
+    """Return the latency of serial speculative decoding: γ draft steps and a forward yield the accepted tokens and
+    one more."""
     _check(alpha, c, gamma)
     return (c + gamma) / (accepted_length(alpha, gamma) + 1.0)
 
 
 def pearl_latency(alpha: float, c: float, gamma: int, hit: float | None = None) -> float:
-    """Return the latency of PEARL, which drafts γ tokens beside each forward; `hit`: α unless it has several branches.
+    """Return the latency of PEARL, which drafts γ tokens during each forward; `hit` is α unless it has several
+    branches.
 
-    One of the γ is the head, so γ − 1 become pending. After a rollback nothing is: the target says one token a forward
-    until a hit.
+    One of the γ tokens is the head, so γ − 1 become pending. After a rollback nothing is pending: the target emits one
+    token per forward until a hit.
     """
     hit = alpha if hit is None else hit
     _check(alpha, c, gamma, hit)
@@ -52,7 +55,7 @@ def pearl_latency(alpha: float, c: float, gamma: int, hit: float | None = None) 
 def two_stage_latency(alpha: float, c: float, length: int, hit: float | None = None) -> float:
     """Return the latency of the paper's SpecBranch.
 
-    Beside each forward it drafts a head and `length` tokens, which become the next chain. After a rollback a serial
+    During each forward it drafts a head and `length` tokens, which become the next chain. After a rollback a serial
     stage drafts the chain first.
     """
     hit = alpha if hit is None else hit
@@ -62,7 +65,7 @@ def two_stage_latency(alpha: float, c: float, length: int, hit: float | None = N
 
 
 def best_length(latency: Callable[[int], float], lengths: Iterable[int] = TRIED) -> int:
-    """Return the length at which a latency is least, the shortest of several."""
+    """Return the length with the least latency; of several the shortest."""
     return min(lengths, key=latency)
 
 

@@ -1,11 +1,11 @@
 """The map of strategies: how much each way of speculating gains over plain decoding, for given costs and a given draft.
 
-Owns a model of a round in which everything but time is a chance: the target's token is the draft's first choice, its
-second … with fixed chances, independently at each place. Then all strategies are one machine: a *pending tree* is
-verified while the draft prepares for some *outcomes* (a node, and which token the target says after it); an outcome
-that was prepared for leads straight to the next verification, any other to a serial draft stage. What is pending is the
-state of a Markov chain, so speeds are computed and not sampled. Invariant: a round is charged by the same rule as on
-the virtual clock (`sim.clock.Charge`).
+Owns a model of a round in which everything but time is random: the target's token is the draft's first choice, its
+second … with fixed probabilities, independently at each position. Then all strategies are one machine. A *pending tree*
+is verified while the draft prepares for some *outcomes* (a node, and the target's token after it). A prepared outcome
+leads straight to the next verification; any other leads to a serial draft stage. The pending tree is the state of a
+Markov chain, so speeds are computed, not sampled. Invariant: a round is charged by the same rule as on the virtual
+clock (`clock.virtual_clock.Charge`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PADDED = 8  # rows: a target whose shapes are pinned pays for these also when it
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """How large a tree may be; `lanes`: how many of its nodes the draft may feed at a step."""
+    """The maximum size of a tree; `lanes` is the number of nodes that the draft may feed per step."""
 
     tokens: int
     depth: int
@@ -43,7 +43,8 @@ class TreeShape:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One strategy, set: what a serial stage drafts, and what is drafted beside a verification (`heads` 0: nothing)."""
+    """A strategy with its setting: the tree of a serial stage, and what is drafted during a verification (`heads` 0:
+    nothing)."""
 
     stage: TreeShape
     ahead: TreeShape = TreeShape(0, 0)
@@ -61,7 +62,7 @@ class MapNode(NamedTuple):
 
 
 class MapOutcome(NamedTuple):
-    """How a verification may end: after a node, with a token that is not in the tree."""
+    """A possible end of a verification: after a node, with a token that is not in the tree."""
 
     chance: float
     node: int
@@ -73,7 +74,7 @@ MapTree = tuple[MapNode, ...]
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A strategy at its best: speedup over plain decoding, tokens of a target forward, and the setting."""
+    """A strategy with its best setting: speedup over plain decoding, tokens per target forward, and the setting."""
 
     speedup: float
     tokens_per_forward: float
@@ -81,7 +82,7 @@ class Gain:
 
 
 class MapRound(NamedTuple):
-    """What a verification of one pending tree brings and takes, and how often it leads to each kind of next tree."""
+    """The yield and time of verifying one pending tree, and how often it leads to each kind of next tree."""
 
     tokens: float
     seconds: float
@@ -89,7 +90,7 @@ class MapRound(NamedTuple):
 
 
 def rates_of(top1: float, top3: float, decay: float = DECAY) -> Rates:
-    """Return the chances of the draft's choices from the two that are measured; those beyond fall on geometrically."""
+    """Return the probabilities of the draft's choices from the two measured ones; further ones fall geometrically."""
     if not 0.0 < top1 <= top3 <= 1.0:
         raise BadParameter(f"Agreement is top-1 {top1!r}, top-3 {top3!r}; expected 0 < top-1 ≤ top-3 ≤ 1.")
     second = (top3 - top1) / (1.0 + decay)
@@ -109,7 +110,7 @@ STUDY_PAIRS: Mapping[str, Rates] = {
 
 @lru_cache(maxsize=4096)
 def likeliest_tree(rates: Rates, shape: TreeShape) -> MapTree:
-    """Return the tree of that shape with the most accepted tokens to expect: the likeliest nodes first."""
+    """Return the tree of that shape with the most expected accepted tokens: the likeliest nodes first."""
     tree: list[MapNode] = []
     feeding: dict[int, set[int]] = {}  # by depth: the nodes that have children, and so have to be fed
     queue: list[tuple[float, int, int, int]] = []  # minus chance, parent, rank, depth
@@ -133,10 +134,8 @@ def likeliest_tree(rates: Rates, shape: TreeShape) -> MapTree:
 
 @lru_cache(maxsize=4096)
 def likeliest_outcomes(rates: Rates, shape: TreeShape, everywhere: bool) -> tuple[MapOutcome, ...]:
-    """Return how the verification of such a tree may end, likeliest first.
-
-    Unless `everywhere`, only where all of a chain was accepted.
-    """
+    """Return the possible ends of a verification, likeliest first; unless `everywhere`, only after a wholly accepted
+    chain."""
     tree = likeliest_tree(rates, shape)
     children = Counter(node.parent for node in tree)  # they are the draft's first so many choices after a node
     found = [
@@ -150,22 +149,22 @@ def likeliest_outcomes(rates: Rates, shape: TreeShape, everywhere: bool) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class PaddedCosts:
-    """A cost profile, with the rows a verification is padded to."""
+    """A cost profile, with the rows to which a verification is padded."""
 
     profile: CostProfile
     padded: int = PADDED
 
     @property
     def plain(self) -> float:
-        """Seconds of a token of plain decoding."""
+        """Return the seconds per token of plain decoding."""
         return self.profile.target_seconds(1) + self.profile.host
 
     def drafting(self, tree: MapTree) -> float:
-        """Seconds of a serial stage that drafts this tree, a step for each level."""
+        """Return the seconds of a serial stage that drafts this tree, one step per level."""
         return sum(map(self.profile.draft_seconds, _widths(tree))) + (self.profile.host if tree else 0.0)
 
     def together(self, rows: int, widths: Sequence[int]) -> float:
-        """Seconds of a verification with draft steps of these widths beside it."""
+        """Return the seconds of a verification with parallel draft steps of these widths."""
         charge = Charge(self.profile)
         charge.verified(max(rows, self.padded) if rows > 1 else rows)
         for width in widths:
@@ -174,7 +173,7 @@ class PaddedCosts:
 
 
 def evaluate(costs: PaddedCosts, rates: Rates, setting: Strategy) -> Gain:
-    """Return what a setting gains, in the long run."""
+    """Return the long-run gain of a setting."""
     shorter = replace(setting.ahead, depth=max(setting.ahead.depth - 1, 0))  # after a node that had to be read first
     rounds = [_round(costs, rates, setting, shape) for shape in (setting.stage, setting.ahead, shorter)]
     drafting = costs.drafting(likeliest_tree(rates, setting.stage))
@@ -186,7 +185,7 @@ def evaluate(costs: PaddedCosts, rates: Rates, setting: Strategy) -> Gain:
 
 
 def best(costs: PaddedCosts, rates: Rates, strategy: StrategyName) -> Gain:
-    """Return a strategy at its best for these costs."""
+    """Return a strategy with its best setting for these costs."""
     if strategy not in STRATEGIES:
         raise unknown("strategy", strategy, STRATEGIES)
     # A search comes by the same setting again and again.
@@ -203,7 +202,7 @@ def _round(costs: PaddedCosts, rates: Rates, setting: Strategy, pending: TreeSha
 
 
 def _steps(prepared: Sequence[MapOutcome], ahead: TreeShape) -> list[int]:
-    """Widths of the draft's steps beside a verification; the first feeds known heads, and nodes not read yet."""
+    """Return the widths of the draft's steps during a verification; the first feeds known heads and pending nodes."""
     if not prepared or ahead.depth < 1:
         return []
     first = sum(o.read for o in prepared) + len({o.node for o in prepared if not o.read})
@@ -211,7 +210,7 @@ def _steps(prepared: Sequence[MapOutcome], ahead: TreeShape) -> list[int]:
 
 
 def _widths(tree: MapTree) -> list[int]:
-    """How many nodes a serial stage feeds at each step: those that have children."""
+    """Return how many nodes a serial stage feeds at each step: those with children."""
     by_depth: dict[int, set[int]] = {}
     for node in tree:
         by_depth.setdefault(node.depth, set()).add(node.parent)
@@ -219,7 +218,7 @@ def _widths(tree: MapTree) -> list[int]:
 
 
 def _long_run(onward: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Return the share of rounds spent in each of three states, from the balance of what enters and leaves them."""
+    """Return the share of rounds in each of three states, from the balance of transitions."""
     (_, a1, a2), (_, b1, b2), (_, c1, c2) = onward
     # x and y are the rounds of the second and third state for one of the first:
     # x = a1 + b1·x + c1·y and y = a2 + b2·x + c2·y.
@@ -258,7 +257,7 @@ def _hedge(attempt: Try) -> Gain:
 
 
 def _tree_hedge(attempt: Try) -> Gain:
-    """Start from the best serial tree too, so as never to be worse."""
+    """Start from the best serial tree too, so that the result is never worse."""
     serial = _best_of(TREES, attempt).setting
     hedged = [
         Strategy(stage, TreeShape(15, steps, RANKS, lanes), STUDY_LANES // lanes, everywhere=True)
@@ -280,7 +279,7 @@ STRATEGIES: Mapping[StrategyName, Callable[[Try], Gain]] = {
 
 
 def _climb(attempt: Try, starts: Iterable[Strategy], moves: Callable[[Strategy], Iterator[Strategy]]) -> Gain:
-    """From each start, change one number at a time while that helps; the best of where that ends."""
+    """From each start, change one number at a time while that helps; return the best end."""
     ends = []
     for start in starts:
         here, ahead = attempt(start), _best_of(moves(start), attempt)

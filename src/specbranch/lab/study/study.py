@@ -1,7 +1,7 @@
-"""The study behind `specbranch analyze`: which cases are compared and mapped, and the tables and charts made of them.
+"""The study behind `specbranch analyze`: its cases, tables and charts.
 
-Owns the grid and the presentation; formulas are in `formulas`, times on toys in `toy_runs`, the map's model in
-`strategies`.
+Owns the grid and the presentation; the formulas are in `formulas`, times on toy models in `toy_runs`, the map's model
+in `strategies`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specbranch.charts import BarSeries, ChartLine, bar_chart, line_chart
 from specbranch.clock.shipped import load_profile, shipped_profiles
 from specbranch.lab.study import formulas
 from specbranch.lab.study.strategies import STRATEGIES, STUDY_PAIRS, Gain, PaddedCosts, StrategyName, best, rates_of
-from specbranch.lab.study.toy_runs import TOY_TOKENS, Case, MethodName, PredictedSteps, compare, predict
+from specbranch.lab.study.toy_runs import Case, MethodName, PredictedSteps, compare, predict
 
 # Agreement of the pairs whose latency is drawn: α, and how often the target's token is among the draft's first three.
 DRAWN_HEADS = 3
@@ -30,7 +30,7 @@ MapPlace = tuple[str, str, StrategyName]  # on the map: a profile, a pair, a str
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """All that was computed: predicted and charged latency, and each strategy at its best."""
+    """All results: predicted and charged latency, and each strategy with its best setting."""
 
     comparisons: tuple[PredictedSteps, ...]
     gains: Mapping[MapPlace, Gain]
@@ -42,17 +42,17 @@ class Study:
 
     @property
     def farthest(self) -> float:
-        """The largest share by which the model is off what was charged."""
+        """The largest relative error of the model."""
         return max((abs(one.off) for one in self.comparisons), default=0.0)
 
     def at(self, method: MethodName, alpha: float, c: float) -> list[PredictedSteps]:
-        """What was compared of a method on one pair, by length."""
+        """Return the comparison of a method on one pair, by length."""
         cases = ((one, one.case) for one in self.comparisons)
         return [one for one, case in cases if (case.method, case.alpha, case.c) == (method, alpha, c)]
 
 
 def run_study(profiles: Sequence[str], progress: Callable[[str, int, int], None], tokens: int = TOY_TOKENS) -> Study:
-    """Compute everything; `progress` is told what is done, how far, of how much. No profile named: all that ship."""
+    """Compute everything and report `progress`; without names, use all shipped profiles."""
     costs = {name: PaddedCosts(load_profile(name)) for name in profiles or ordered(shipped_profiles())}
     compared, wanted = cases(), list(product(costs, STUDY_PAIRS, STRATEGIES))
     comparisons, gains = [], {}
@@ -66,23 +66,23 @@ def run_study(profiles: Sequence[str], progress: Callable[[str, int, int], None]
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Measured profiles first, then the plain ratios from the smallest."""
+    """Return measured profiles first, then the plain ratios in ascending order."""
     return sorted(names, key=lambda name: (name[1:].isdigit(), len(name) if name[1:].isdigit() else 0, name))
 
 
 def cases() -> list[Case]:
-    """The cases whose charged latency is compared with the model."""
+    """Return the cases whose charged latency is compared with the model."""
     grid = product(RATIOS, TITLES, AGREEMENT, MEASURED)
     return [make_case(method, alpha, c, gamma) for c, method, alpha, gamma in grid]
 
 
 def make_case(method: MethodName, alpha: float, c: float, gamma: int) -> Case:
-    """A case of the grid; only the two-stage method has several heads."""
+    """Return a case of the grid; only the two-stage method has several heads."""
     return Case(method, AGREEMENT[alpha], c, gamma, DRAWN_HEADS if method == "specbranch" else 1)
 
 
 def charts(study: Study) -> dict[str, str]:
-    """Return the charts by the names of their files, without their endings."""
+    """Return the charts by file name, without the suffix."""
     made: dict[str, str] = {}
     for c in RATIOS:
         made[f"analysis-theorem-c{c}"] = _theorem_chart(study, c)
@@ -93,7 +93,7 @@ def charts(study: Study) -> dict[str, str]:
 
 
 def tables(study: Study) -> str:
-    """Return the tables for a terminal, as Markdown, so that they can be pasted."""
+    """Return the tables as Markdown, for a terminal."""
     parts = [
         ("Best γ and the speedup there", _lengths_table()),
         (f"Draft steps a token: model / charged (farthest off: {study.farthest:.1%})", _toys_table(study)),
@@ -103,7 +103,7 @@ def tables(study: Study) -> str:
 
 
 def record(study: Study) -> dict[str, Any]:
-    """Return all of it for JSON."""
+    """Return all results for JSON."""
     compared = [
         {**asdict(one.case), "predicted": one.predicted, "charged": one.on_toys, "off": one.off}
         for one in study.comparisons
@@ -125,7 +125,7 @@ def _lengths_table() -> str:
 
 
 def _latency(method: MethodName, alpha: float, c: float) -> Callable[[int], float]:
-    """Draft steps a token by the model, as a function of the length."""
+    """Return draft steps per token by the model, as a function of the length."""
     return lambda length: predict(make_case(method, alpha, c, length))
 
 
@@ -137,21 +137,21 @@ def _at_best(latency: Callable[[int], float], c: float, lengths: Iterable[int]) 
 def _toys_table(study: Study) -> str:
     rows = [["c", "method", "α", *(f"γ={gamma}" for gamma in MEASURED)]]
     for c, method, alpha in product(RATIOS, TITLES, AGREEMENT):
-        told = [f"{one.predicted:.2f} / {one.on_toys:.2f}" for one in study.at(method, alpha, c)]
-        rows.append([str(c), TITLES[method], f"{alpha}", *told])
+        cells = [f"{one.predicted:.2f} / {one.on_toys:.2f}" for one in study.at(method, alpha, c)]
+        rows.append([str(c), TITLES[method], f"{alpha}", *cells])
     return markdown(rows)
 
 
 def _map_table(study: Study) -> str:
     rows = [["costs", *STRATEGIES]]
     for name in study.profiles:
-        told = (" / ".join(f"{study.gains[name, pair, s].speedup:.2f}" for pair in STUDY_PAIRS) for s in STRATEGIES)
-        rows.append([name, *told])
+        cells = (" / ".join(f"{study.gains[name, pair, s].speedup:.2f}" for pair in STUDY_PAIRS) for s in STRATEGIES)
+        rows.append([name, *cells])
     return markdown(rows) if study.gains else ""
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Lay out rows as a Markdown table with aligned columns; the first row is the head."""
+    """Format rows as a Markdown table with aligned columns; the first row is the header."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     head, *lines = ("| " + " | ".join(map(str.ljust, row, wide)) + " |" for row in rows)
     return "\n".join([head, "|" + "|".join("-" * (width + 2) for width in wide) + "|", *lines])
@@ -183,13 +183,13 @@ def _latency_chart(title: str, lines: Sequence[ChartLine], x_label: str, c: floa
 def _model_lines(
     study: Study, method: MethodName, alpha: float, c: float, hue: int, dashed: bool = False
 ) -> list[ChartLine]:
-    """The model as a line, what was charged as points."""
-    name, told = f"{TITLES[method]}, α = {alpha}", "charged on toys" if alpha == min(AGREEMENT) and not dashed else ""
+    """Return the model as a line and the charged latency as points."""
+    name, label = f"{TITLES[method]}, α = {alpha}", "charged on toys" if alpha == min(AGREEMENT) and not dashed else ""
     latency = _latency(method, alpha, c)
     points = [(float(one.case.gamma), one.on_toys) for one in study.at(method, alpha, c)]
     return [
         ChartLine(name, [(float(g), latency(g)) for g in DRAWN_LENGTHS], dashed=dashed, colour=hue),
-        ChartLine(told, points, drawn=False, colour=hue),
+        ChartLine(label, points, drawn=False, colour=hue),
     ]
 
 

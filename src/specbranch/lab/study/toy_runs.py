@@ -1,7 +1,7 @@
-"""What the real methods are charged on toys with known agreement, beside what the formulas predict.
+"""The charged latency of the real methods on toy models with known agreement, next to the formulas' prediction.
 
-Owns the comparison behind "the model is within 10 %". Invariant: nothing here is a formula's own arithmetic; tokens
-come from `core.methods` on a pair of toys, time from the virtual clock.
+Owns the comparison behind "the model is within 10 %". Invariant: no formula is used here. Tokens come from
+`core.methods` on a pair of toy models, time from the virtual clock.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Case:
 
     @property
     def alpha(self) -> float:
-        """The chance that a drafted token is accepted."""
+        """The probability that a drafted token is accepted."""
         return self.rates[0]
 
     @property
     def hit(self) -> float:
-        """The chance that the target's token is among the heads."""
+        """The probability that the target's token is among the heads."""
         return sum(self.rates[: self.width])
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedSteps:
-    """Draft steps a token: predicted and charged."""
+    """Draft steps per token: predicted and charged."""
 
     case: Case
     predicted: float
@@ -59,12 +59,12 @@ class PredictedSteps:
 
     @property
     def off(self) -> float:
-        """How far the prediction lies above what was charged, as a share of it."""
+        """The relative error of the prediction."""
         return self.predicted / self.on_toys - 1.0
 
 
 class FixedLengths(Fixed):
-    """Chains of one length and branches of another, always with as many heads: what the formulas presume."""
+    """Chains of one length and branches of another, always with the same number of heads, as the formulas assume."""
 
     def __init__(self, chain: int, branch: int, width: int) -> None:
         super().__init__(chain)
@@ -77,13 +77,13 @@ class FixedLengths(Fixed):
 
 
 def plain_ratio(c: float) -> CostProfile:
-    """Return the costs the formulas presume: a draft step of 1, beside a target forward of c for up to 16 tokens."""
+    """Return the costs that the formulas assume: a draft step costs 1, a target forward c for up to 16 tokens."""
     target, draft = ((1, c), (16, c), (32, 2 * c)), ((1, 1.0), (4, 1.0), (14, 2.0))
     return CostProfile(target, draft, note="a plain ratio of costs")
 
 
 def predict(case: Case) -> float:
-    """Return draft steps a token by the model of the mechanism."""
+    """Return draft steps per token by the model of the mechanism."""
     if case.method == "speculative":
         return formulas.serial_latency(case.alpha, case.c, case.gamma)
     latency = formulas.pearl_latency if case.method == "pearl" else formulas.two_stage_latency
@@ -91,7 +91,7 @@ def predict(case: Case) -> float:
 
 
 def charge(case: Case, tokens: int = TOY_TOKENS, seed: int = 0) -> float:
-    """Return draft steps a token of the real method on the virtual clock."""
+    """Return draft steps per token of the real method on the virtual clock."""
     target, draft = (ToyRunner(law, context_length=tokens + 128) for law in ranked_pair(case.rates, seed))
     loop = Loop(VirtualClock(Verifier(target), MeteredDrafter(draft), plain_ratio(case.c)))
     request = Request(SamplingParams(max_tokens=tokens), seed, len(TOY_PROMPT))

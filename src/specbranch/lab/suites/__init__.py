@@ -1,1 +1,1 @@
-"""Prompts to run benches on: suites that ship, public ones, and texts that lengthen them."""
+"""Prompts for benchmarks: shipped suites, public ones, and filler text for long contexts."""

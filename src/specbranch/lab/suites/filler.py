@@ -1,7 +1,7 @@
-"""Prompts behind a longer text: a context of a given length in which the question itself stays what it was.
+"""Filler text before a prompt: a context of a given length in which the question stays the same.
 
-Owns the text that comes first, the articles of our own suite, sentence by sentence and again from the first when they
-are used up. Invariant: the same suite, length and tokenizer give the same prompts, under a name that tells the length.
+Owns the filler: the articles of a shipped suite, sentence by sentence, repeated if they run out. Invariant: the same
+suite, length and tokenizer give the same prompts, under a name that contains the length.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Count = Callable[[str], int]  # how many tokens a text has
 CountTurns = Callable[[Sequence[str]], int]  # how many a conversation has, its answers left out
 
 
-def behind(suite: Suite, length: int, answer: int, count: Count, count_turns: CountTurns) -> Suite:
-    """Return the suite with text before each prompt, so that prompt and answers (`answer` tokens a turn) have about
+def with_filler(suite: Suite, length: int, answer: int, count: Count, count_turns: CountTurns) -> Suite:
+    """Return the suite with filler before each prompt, so that prompt and answers (`answer` tokens per turn) have about
     `length` tokens.
 
-    A prompt that is as long by itself stays as it is. Never more than `length` is made of one that is shorter.
+    A prompt that is longer by itself stays unchanged. A shorter one never exceeds `length`.
     """
     room = (length - answer * len(prompt.turns) - count_turns(prompt.turns) for prompt in suite.prompts)
     prompts = tuple(_filled(prompt, left, count) for prompt, left in zip(suite.prompts, room, strict=True))
@@ -49,7 +49,7 @@ def _filled(prompt: Prompt, room: int, count: Count) -> Prompt:
 
 @cache
 def _sentences() -> tuple[str, ...]:
-    """The articles' sentences, each with the space or line break behind it."""
+    """Return the articles' sentences, each with the space or line break after it."""
     articles = (prompt.turns[0].partition("\n\n")[2] for prompt in load_suite("own-summary").prompts)
     return tuple(
         part for article in articles for part in re.findall(r".+?(?:[.!?][\"”]?\s+|$)", article + "\n\n", re.DOTALL)

@@ -1,8 +1,7 @@
-"""The public suites on the Hugging Face Hub: which file of which dataset holds each, and how its records read as
-prompts.
+"""The public suites on the Hugging Face Hub: the dataset and file of each, and how its records become prompts.
 
-Owns the way from a suite's name to (id, category, turns). What is fetched is kept in the Hub's own cache alone.
-Invariant: whatever goes wrong is a `HubUnusable` that says why in a sentence.
+Owns the step from a suite's name to (id, category, turns). Downloads stay in the Hub's own cache. Invariant: every
+failure is a `HubUnusable` whose message is a sentence.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ HubPrompt = tuple[Any, Any, Any]  # id, category, turns; whoever receives them c
 
 
 class HubUnusable(Exception):
-    """A suite could not be had from the Hub; the message says why."""
+    """A suite that could not be fetched from the Hub; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a dataset, and what a prompt is in it."""
+    """A file of a dataset, and how to read a prompt from it."""
 
     dataset: str
     file: str
@@ -58,7 +57,7 @@ SOURCES = {
 
 
 def fetch(name: str) -> tuple[list[HubPrompt], str]:
-    """Return a suite's records and where they came from."""
+    """Return a suite's records and their source."""
     source = SOURCES[name]
     path, where = _download(source), f"{source.dataset} on the Hub"
     records = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path, where)
@@ -84,7 +83,7 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parquet(path: Path, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the records of a parquet file, for which there has to be pyarrow."""
+    """Yield the records of a parquet file; this needs pyarrow."""
     try:
         from pyarrow import parquet
     except ImportError:

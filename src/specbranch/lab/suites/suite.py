@@ -1,9 +1,8 @@
-"""Suites of prompts in Spec-Bench's JSONL format: those that ship, public ones from a folder or the Hub, and any file
-of that format.
+"""Suites of prompts in Spec-Bench's JSONL format: shipped ones, public ones from a folder or the Hub, and any other
+file.
 
-Owns the way from a name to prompts, not what is done with them. Invariant: a suite has at least one prompt, every
-prompt an id of its own within the suite and at least one turn that is not blank. Public prompts are read where they lie
-and never become part of the package.
+Owns the step from a name to prompts. Invariant: a suite has at least one prompt. Every prompt has an id that is unique
+in its suite, and at least one turn that is not blank. Public prompts never become part of the package.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ SHIPPED = {
     "own-summary": "short articles to summarise",
 }
 ALL_SHIPPED = "own"
-SUITES = {**PUBLIC, **SHIPPED, ALL_SHIPPED: "the four that ship, one after the other"}
+SUITES = {**PUBLIC, **SHIPPED, ALL_SHIPPED: "all four shipped suites"}
 
 _EXPECTED = 'expected on each line {"question_id": …, "category": "…", "turns": ["…", …]}'
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a user says, turn by turn; the answers in between are the model's."""
+    """A user's turns; the answers in between are the model's."""
 
     id: str
     category: str
@@ -49,27 +48,27 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        """A short name of the words themselves, whatever the id."""
+        """A digest of the words, independent of the id."""
         return _digest(self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Prompts under one name, and where they were read."""
+    """Prompts under one name, and their source."""
 
     name: str
     prompts: tuple[Prompt, ...]
     source: str
 
     def first(self, limit: int | None) -> Suite:
-        """Return the suite cut to its first prompts; None keeps them all."""
+        """Return the suite with its first prompts only; None keeps all."""
         return self if limit is None else replace(self, prompts=self.prompts[:limit])
 
 
 def load_suites(
     names: Sequence[str] = (), *, files: Sequence[Path] = (), data: Path | None = None, limit: int | None = None
 ) -> tuple[Suite, ...]:
-    """Read suites by name and from files, each once, in the order given, and cut each to its first `limit` prompts."""
+    """Read suites by name and from files, each once, in the given order; keep the first `limit` prompts of each."""
     if limit is not None and limit < 1:
         raise BadParameter(f"The limit is {limit}; expected at least 1 prompt a suite.")
     suites = [load_suite(name, data) for name in _expanded(names)] + [read_suite(file) for file in dict.fromkeys(files)]
@@ -80,7 +79,7 @@ def load_suites(
 
 
 def load_suite(name: str, data: Path | None = None) -> Suite:
-    """Read one suite by its name: shipped, or public from the folder `data`, from $SPECBRANCH_DATA or from the Hub."""
+    """Read one suite by name: shipped, or public from the folder `data`, from $SPECBRANCH_DATA or from the Hub."""
     if name in SHIPPED:
         return replace(read_suite(PROMPTS_FOLDER / f"{name}.jsonl", name), source="shipped")
     if name in PUBLIC:
@@ -95,7 +94,7 @@ def load_suite(name: str, data: Path | None = None) -> Suite:
 
 
 def read_suite(file: Path, name: str | None = None) -> Suite:
-    """Read a file of Spec-Bench's format; blank lines are passed over."""
+    """Read a file in Spec-Bench's format; blank lines are skipped."""
     try:
         # Not splitlines: JSON may hold U+2028 and the like as they are.
         lines = file.read_text(encoding="utf-8-sig").split("\n")
@@ -109,13 +108,13 @@ def read_suite(file: Path, name: str | None = None) -> Suite:
 
 
 def conversation(turns: Sequence[str]) -> list[dict[str, str]]:
-    """Return what a user says as the messages of a chat, the answers in between left empty."""
+    """Return a user's turns as chat messages, with empty answers in between."""
     both = [({"role": "user", "content": words}, {"role": "assistant", "content": ""}) for words in turns]
     return [message for turn in both for message in turn][:-1]
 
 
 def prompt_set(prompts: Iterable[tuple[str, str]]) -> str:
-    """Return a short name for a set of (id, digest), the same whatever their order."""
+    """Return a digest of a set of (id, digest), independent of its order."""
     return _digest(sorted(prompts))
 
 
@@ -124,7 +123,7 @@ def _digest(parts: Sequence[Any]) -> str:
 
 
 def _expanded(names: Sequence[str]) -> list[str]:
-    """Take names with commas apart, put the four in place of 'own', and each name once."""
+    """Split names at commas, expand 'own' to the four shipped suites, and drop repeated names."""
     single = (name for several in names for name in several.split(",") if name)
     return list(dict.fromkeys(one for name in single for one in (SHIPPED if name == ALL_SHIPPED else (name,))))
 
@@ -143,10 +142,7 @@ def _refuse_repeated_ids(prompts: list[Prompt], where: str) -> None:
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise BadParameter(
-                f"{where} has question_id {prompt.id!r} twice; runs are told apart by it. Give each prompt one of its "
-                "own."
-            )
+            raise BadParameter(f"{where} has question_id {prompt.id!r} twice. Give each prompt an id of its own.")
         seen.add(prompt.id)
 
 
@@ -177,7 +173,7 @@ def _checked(id: Any, category: Any, turns: Any, where: str) -> Prompt:
 
 
 def _kind(value: Any) -> str:
-    """Say in words what a JSON value is."""
+    """Describe a JSON value in words."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, str):
@@ -189,8 +185,7 @@ def _kind(value: Any) -> str:
 
 
 def _public(name: str, data: Path | None) -> Suite:
-    """Look in the folder given; without one, in $SPECBRANCH_DATA, then on the Hub. A folder given by hand is the
-    only place looked at."""
+    """Look in the given folder only; without one, in $SPECBRANCH_DATA, then on the Hub."""
     variable = os.environ.get(DATA_VARIABLE)
     folder = data or (Path(variable).expanduser() if variable else None)
     if folder is not None and not folder.is_dir():

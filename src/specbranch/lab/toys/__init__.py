@@ -1,1 +1,1 @@
-"""Toy models with known laws."""
+"""Toy models with known distributions."""

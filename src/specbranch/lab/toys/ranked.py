@@ -1,7 +1,8 @@
-"""A toy pair whose agreement is known: the target's token is the draft's first choice, its second … with given chances.
+"""A toy pair with known agreement: the target's token is the draft's first choice, its second … with given
+probabilities.
 
-Owns the law of such a target. Invariant: the choice at a place is drawn from a hash of the whole prefix, so places
-agree independently of one another, and a wrong cache still gives a wrong law.
+Owns the distribution of such a target. Invariant: the choice at a position is drawn from a hash of the whole prefix. So
+positions agree independently, and a wrong cache still gives a wrong distribution.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ VOCABULARY = 8
 
 @dataclass(frozen=True, slots=True)
 class RankedLaw(ToyLaw):
-    """The law of a target that agrees with the plain `ToyLaw` of the same seed at known rates, at temperature 0."""
+    """The distribution of a target that agrees with the plain `ToyLaw` of the same seed at known rates, at
+    temperature 0."""
 
     rates: tuple[float, ...] = ()  # the chances of the draft's first choice, its second …; the rest: its last
 
     def logits(self, state: State) -> Logits:
-        """The draft's logits, with the token that is to win lifted above all."""
+        """Return the draft's logits, with the winning token raised above all."""
         row = list(ToyLaw.logits(self, state))
         ranked = sorted(range(len(row)), key=lambda token: (-row[token], token))
         row[ranked[self._rank(state)]] = row[ranked[0]] + 1.0

@@ -1,8 +1,8 @@
-"""Toy models whose law at each place depends on *every* token before it, so that an off-by-one in a cache changes the
-output.
+"""Toy models whose distribution at each position depends on *every* earlier token, so that an off-by-one in a cache
+changes the output.
 
-Owns a Runner in plain Python, and the way from its rows to tokens. Invariant: a node's state is made from its parent's
-*cached* state and its token, as a transformer makes its own: a wrong cache gives a wrong law, while `ToyLaw.logits_of`
+Owns a Runner in plain Python, and the sampling from its rows. Invariant: a node's state is made from its parent's
+*cached* state and its token, as in a transformer. A wrong cache gives a wrong distribution, while `ToyLaw.logits_of`
 recomputes the truth from the tokens.
 """
 
@@ -39,15 +39,15 @@ class ToyLaw:
     drift: float = 0.0
 
     def step(self, state: State, token: int) -> State:
-        """Read one token."""
+        """Return the state after one more token."""
         return _read(state, token)
 
     def logits(self, state: State) -> Logits:
-        """The logits after a state."""
+        """Return the logits after a state."""
         return _logits(self, state)
 
     def logits_of(self, tokens: Sequence[int]) -> Logits:
-        """The logits after these tokens, without any cache."""
+        """Return the logits after these tokens, without any cache."""
         state = START
         for token in tokens:
             state = self.step(state, token)
@@ -72,7 +72,7 @@ def _logits(law: ToyLaw, state: State) -> Logits:
 
 
 def _normals(state: State, seed: int, count: int) -> list[float]:
-    """Roughly normal numbers from a hash: the sum of four 16-bit uniforms, centred and scaled."""
+    """Return roughly normal numbers from a hash: the sum of four 16-bit uniforms, centred and scaled."""
     hashed = blake2b(state.to_bytes(8, "little") + bytes([seed % 256]), digest_size=8)
     out: list[float] = []
     for block in range(count):
@@ -102,11 +102,11 @@ class ToyRunner(RowRunner[Logits]):
         self._states[seq] = []
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's KV slots."""
+        """The KV slots of the sequence."""
         return self._slots[seq]
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read committed tokens."""
+        """Process committed tokens."""
         states = self._states[seq]
         for place, token in zip(self._slots[seq].extend(tokens), tokens, strict=True):
             before = states[place - 1] if place else START
@@ -114,7 +114,7 @@ class ToyRunner(RowRunner[Logits]):
             states.append(self.law.step(before, token))
 
     def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
-        """Read new nodes."""
+        """Process new nodes."""
         return [self._feed(item) for item in work]
 
     def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
@@ -125,12 +125,12 @@ class ToyRunner(RowRunner[Logits]):
         del states[len(slots) :]
 
     def _rewind(self, seq: int, length: int) -> None:
-        """Forget all but the first tokens."""
+        """Keep only the first tokens."""
         self._slots[seq].truncate(length)
         del self._states[seq][length:]
 
     def _close(self, seq: int) -> None:
-        """Forget a sequence."""
+        """Drop a sequence."""
         del self._slots[seq], self._states[seq]
 
     def _feed(self, item: Feed) -> list[Logits]:

@@ -1,1 +1,1 @@
-"""One answer told round by round: what became of every drafted token, and when each model worked."""
+"""Traces of one answer, round by round: the fate of every drafted token, and when each model worked."""

@@ -1,7 +1,7 @@
-"""A trace read round by round: what became of every drafted token, and what each model waited for.
+"""A trace parsed into rounds: the fate of every drafted token, and what each model waited for.
 
-Owns the reading of a `core.trace.Trace`, not its drawing; the words are those of `core.fates`. Invariant: the fates of
-a branch's tokens add up to its length.
+Owns the parsing of a `core.trace.Trace`, not its drawing; `core.fates` names the fates. Invariant: the fates of a
+branch's tokens add up to its length.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RoundEvents = tuple[Event | None, Event | None]  # of a round: the draft's, the 
 
 @dataclass(frozen=True, slots=True)
 class TracedRound:
-    """What both models did in one round of one request."""
+    """The work of both models in one round of one request."""
 
     number: int
     draft: Event | None
@@ -36,33 +36,33 @@ class TracedRound:
 
     @property
     def start(self) -> float:
-        """When the first model began."""
+        """The time when the first model started."""
         return min(event.start for event in self.events)
 
     @property
     def end(self) -> float:
-        """When the last model was done."""
+        """The time when the last model finished."""
         return max(event.end for event in self.events)
 
     @property
     def seconds(self) -> float:
-        """From the first model's beginning to the last one's end."""
+        """Seconds from the first start to the last end."""
         return self.end - self.start
 
     @property
     def together(self) -> float:
-        """Seconds in which both were at work."""
+        """Seconds in which both models worked."""
         if not self.draft or not self.target:
             return 0.0
         return max(min(self.draft.end, self.target.end) - max(self.draft.start, self.target.start), 0.0)
 
     @property
     def fate(self) -> Fates:
-        """Of all tokens drafted in this round."""
+        """The fates of all tokens drafted in this round."""
         return summed(self.fates)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, the fates under the names users know."""
+        """Return plain values, with the fates under their public names."""
         whole = self.fate
         return {
             "round": self.number,
@@ -90,17 +90,17 @@ class Times:
 
     @property
     def decoding(self) -> float:
-        """Seconds from the first round after the prompt to the end."""
+        """Seconds from the first round after the prefill to the end."""
         return self.together + self.target_alone + self.draft_alone + self.neither
 
     @property
     def target_idle(self) -> float:
-        """Seconds of decoding in which the target did nothing."""
+        """Seconds of decoding in which the target was idle."""
         return self.draft_alone + self.neither
 
     @property
     def draft_idle(self) -> float:
-        """Seconds of decoding in which the draft did nothing."""
+        """Seconds of decoding in which the draft was idle."""
         return self.target_alone + self.neither
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,11 +119,10 @@ class Times:
 
 
 def read_rounds(events: Iterable[Event], emitted: int | None = None, origins: Sequence[str] = ()) -> list[TracedRound]:
-    """Read the events of one session; `emitted` tells how many tokens were, as the request may have ended inside its
-    last chain.
+    """Parse the events of one session.
 
-    `origins` tell where each token came from: no event tells that the target's own token had been looked up, if it was
-    never sent.
+    `emitted` is the number of emitted tokens, since the request may end inside its last chain. `origins` says where
+    each token came from: no event shows that the target's own token had been looked up if it was never sent.
     """
     found = [list(group) for _, group in groupby(events, key=lambda event: event.round)]
     pairs = [(_only(group, "draft"), _only(group, "target")) for group in found]
@@ -137,7 +136,7 @@ def read_rounds(events: Iterable[Event], emitted: int | None = None, origins: Se
 
 
 def times(rounds: Sequence[TracedRound]) -> Times:
-    """Add up where the time went. The first round reads the prompt."""
+    """Add up where the time went; the first round is the prefill."""
     decoding = rounds[1:]
     together = sum(one.together for one in decoding)
     target = sum(one.target.seconds for one in decoding if one.target)
@@ -150,7 +149,7 @@ def times(rounds: Sequence[TracedRound]) -> Times:
 
 
 def usual_seconds(rounds: Sequence[TracedRound]) -> float:
-    """How long a round of decoding takes, usually."""
+    """Return the typical time of a decode round."""
     return statistics.median(one.seconds for one in rounds[1:] or rounds) if rounds else 0.0
 
 
@@ -168,7 +167,7 @@ def _emitted(targets: Sequence[Event | None], total: int | None) -> list[int]:
 
 
 class _Verification(NamedTuple):
-    """A verification: of so many tokens how many were emitted, and whether the request ended among them."""
+    """A verification: how many tokens were sent and emitted, and whether the request ended among them."""
 
     pending: int
     good: int
@@ -188,8 +187,11 @@ def _branch_fates(pairs: Sequence[RoundEvents], counts: Sequence[int]) -> list[t
 
 
 def _fates(draft: Event | None, meanwhile: _Verification | None, following: _Verification | None) -> tuple[Fates, ...]:
-    """What became of each branch. A chain drafted alone goes on to the next verification, and so does what a branch
-    drafted beside one has behind its head, if that is hit."""
+    """Return the fates of each branch.
+
+    A chain drafted alone goes to the next verification. A branch drafted during a verification follows if its head is
+    hit; then the tokens after its head go there.
+    """
     if draft is None:
         return ()
     if meanwhile is None:
@@ -204,7 +206,7 @@ def _fates(draft: Event | None, meanwhile: _Verification | None, following: _Ver
 
 
 def _followed(length: int, following: _Verification | None) -> Fates:
-    """Follow a chain into the next verification; what is not sent there was dropped."""
+    """Follow a chain into the next verification; tokens that are not sent there were dropped."""
     if following is None:
         return Fates(unused=length)
     sent = min(following.pending, length)
@@ -214,7 +216,7 @@ def _followed(length: int, following: _Verification | None) -> Fates:
 
 
 def _tree_fates(pairs: Sequence[RoundEvents], counts: Sequence[int], origins: Sequence[str]) -> list[tuple[Fates, ...]]:
-    """Gather what verdicts tell of each round's tokens."""
+    """Collect the fates of each round's tokens from the verdicts."""
     fates = [Fates() for _ in pairs]
     place = 0
     targets = [
@@ -229,8 +231,8 @@ def _tree_fates(pairs: Sequence[RoundEvents], counts: Sequence[int], origins: Se
 
 
 def _told(target: Event, number: int, emitted: int, foreseen: bool, is_last: bool) -> Iterator[tuple[int, Fates]]:
-    """What a verdict tells: fates, each with the round it belongs to. Where the request ended among its tokens, the
-    rest was not judged."""
+    """Return the fates in a verdict, each with its round. If the request ended among its tokens, the rest was not
+    verified."""
     if target.settled is None or target.accepted is None:
         return
     ended = emitted <= target.accepted

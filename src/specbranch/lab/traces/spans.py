@@ -1,6 +1,6 @@
-"""The kinds of time in a timeline: how each looks on a terminal and in a picture, and what it means.
+"""The kinds of time in a timeline: their look on a terminal and in a picture, and their meaning.
 
-Owns the table of kinds; drafting is told apart by what became of its tokens, in the words of `core.fates`.
+Owns the table of kinds; drafting is divided by the fates of its tokens, as `core.fates` names them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SpanKind = Literal["target", "reading", "waiting", "cut"] | Fate
 
 
 class SpanLook(NamedTuple):
-    """How a kind of time is shown."""
+    """The look of one kind of time."""
 
     glyph: str  # on a terminal
     ascii: str  # on a terminal that shows nothing else
@@ -40,10 +40,10 @@ SPAN_LOOKS: Mapping[SpanKind, SpanLook] = {
 
 
 def shares(fates: Fates) -> list[tuple[Fate, int]]:
-    """Return what became of any tokens, with how many; in the order in which they are drawn."""
+    """Return the fates that occur and their numbers of tokens, in drawing order."""
     return [(fate, count) for fate in FATES if (count := fates.of(fate))]
 
 
 def kinds_in(rounds: Iterable[TracedRound]) -> list[SpanKind]:
-    """Return which kinds of work there are to explain."""
+    """Return the kinds of work that need an explanation."""
     return ["target", *(kind for kind, _ in shares(summed(one.fate for one in rounds)))]

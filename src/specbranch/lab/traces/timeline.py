@@ -1,6 +1,6 @@
-"""What draft and target did, round by round, as text for a terminal; `timeline_svg` has the picture.
+"""The timeline of draft and target as text for a terminal; `timeline_svg` draws the picture.
 
-Owns the wording and the layout in columns. Invariants: no line is longer than asked for, and nothing is told by colour
+Owns the wording and the layout in columns. Invariants: no line exceeds the given width, and nothing is shown by colour
 alone.
 """
 
@@ -25,13 +25,13 @@ Paint = Callable[[str, SpanKind], str]
 
 
 def plain(text: str, kind: SpanKind) -> str:
-    """Paint nothing."""
+    """Return the text without colours."""
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a timeline looks on a terminal."""
+    """The look of a timeline on a terminal."""
 
     width: int = 80
     unicode: bool = True
@@ -39,20 +39,20 @@ class Style:
     spell: Spell | None = None
 
     def character(self, kind: SpanKind) -> str:
-        """The character for a kind of time."""
+        """Return the character for a kind of time."""
         return SPAN_LOOKS[kind].glyph if self.unicode else SPAN_LOOKS[kind].ascii
 
     def glyph(self, kind: SpanKind) -> str:
-        """The same, painted."""
+        """Return the same, coloured."""
         return self.paint(self.character(kind), kind)
 
     @property
     def bar(self) -> int:
-        """Columns of the longest bar."""
+        """The number of columns of the longest bar."""
         return max(min((max(self.width, NARROWEST_TIMELINE) - MARGIN) // 3, 40), 12)
 
     def bound(self) -> int:
-        """The longest line allowed."""
+        """The maximum length of a line."""
         return max(self.width, NARROWEST_TIMELINE)
 
 
@@ -65,7 +65,7 @@ def draw_text(rounds: Sequence[TracedRound], stats: Mapping[str, Any], style: St
 
 
 def seconds_text(seconds: float) -> str:
-    """Write a time as short as it can be read."""
+    """Format a time as short as possible."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.0f} µs"
@@ -87,11 +87,11 @@ def _shares(spent: Times) -> list[str]:
     kinds = {"target alone": spent.target_alone, "outside both": spent.neither}
     if spent.has_draft:
         kinds = {"both at work": spent.together, **kinds, "draft alone": spent.draft_alone}
-    told = ", ".join(f"{name} {_share(value, spent.decoding)}" for name, value in kinds.items())
+    listed = ", ".join(f"{name} {_share(value, spent.decoding)}" for name, value in kinds.items())
     idle = f"target {_share(spent.target_idle, spent.decoding)}"
     if spent.has_draft:
         idle += f", draft {_share(spent.draft_idle, spent.decoding)}"
-    return [f"Time: {told}.", f"Idle: {idle}."]
+    return [f"Time: {listed}.", f"Idle: {idle}."]
 
 
 def _share(value: float, whole: float) -> str:
@@ -101,10 +101,10 @@ def _share(value: float, whole: float) -> str:
 def _tokens(stats: Mapping[str, Any]) -> list[str]:
     counts = {**stats, **stats["rollback"]}
     names = [FATE_NAMES[fate] for fate in ("accepted", *THROWN_AWAY, "unused")]
-    told = ", ".join(f"{counts[name.counted]} {name.phrase}" for name in names if counts[name.counted])
+    listed = ", ".join(f"{counts[name.counted]} {name.phrase}" for name in names if counts[name.counted])
     forward = stats["tokens_per_forward"]
     return [
-        f"Drafted tokens: {stats['drafted']}" + (f", of these {told}." if told else "."),
+        f"Drafted tokens: {stats['drafted']}" + (f", of these {listed}." if listed else "."),
         f"Tokens a target forward: {forward:.2f}." if forward is not None else "Only the first token was needed.",
     ]
 
@@ -122,7 +122,7 @@ def _legend(rounds: Sequence[TracedRound], style: Style) -> list[str]:
 
 
 def _scale(rounds: Sequence[TracedRound], style: Style) -> float:
-    """Columns a second: the longest round fills a bar, unless it is far longer than usual."""
+    """Return columns per second: the longest round fills a bar, unless it is far longer than usual."""
     lengths = [one.seconds for one in rounds[1:] if one.seconds > 0]
     if not lengths:
         return 0.0
@@ -138,7 +138,7 @@ def _round(one: TracedRound, scale: float, style: Style) -> Iterator[str]:
 
 
 def _line(head: str, bar: list[SpanKind], note: str, style: Style) -> Iterator[str]:
-    """Put the note behind the bar if it fits there, else below it."""
+    """Put the note after the bar if it fits there, else below it."""
     painted = "".join(map(style.glyph, bar))
     column = MARGIN + (style.bar + 2 if bar else 0)
     room = style.bound() - column
@@ -152,7 +152,7 @@ def _line(head: str, bar: list[SpanKind], note: str, style: Style) -> Iterator[s
 
 
 def _bar(one: TracedRound, event: Event, scale: float, style: Style) -> list[SpanKind]:
-    """One kind a column: waiting before and after the work, and in the draft's work what became of its tokens."""
+    """Return one kind per column: waiting before and after the work, and the fates of the draft's tokens within it."""
     before, after = round((event.start - one.start) * scale), round((one.end - event.end) * scale)
     busy = max(round(event.seconds * scale), 1)
     work: list[SpanKind] = ["target"] * busy if event.who == "target" else _cut(one.fate, busy)
@@ -162,7 +162,7 @@ def _bar(one: TracedRound, event: Event, scale: float, style: Style) -> list[Spa
 
 
 def _cut(fate: Fates, columns: int) -> list[SpanKind]:
-    """Share columns out among the fates, by tokens; none that is there is left out while there is room."""
+    """Distribute columns among the fates, by tokens; each fate gets one while there are enough."""
     kinds = shares(fate)
     if not kinds:
         return ["reading"] * columns
@@ -188,7 +188,7 @@ def _verification(one: TracedRound, event: Event, style: Style) -> str:
 
 
 def _said(one: TracedRound, event: Event, style: Style) -> str:
-    """The text of what was emitted, cut to what a line can hold."""
+    """Return the emitted text, cut to what a line can hold."""
     if style.spell is None or not one.emitted:
         return ""
     break_, more = ("␣", "…") if style.unicode else (" ", "...")
@@ -214,8 +214,8 @@ def _drafting(one: TracedRound, event: Event) -> str:
 def _outcome(one: TracedRound, event: Event) -> str:
     if one.target is not None and event.kept is None and not one.fate.unused:
         return "none kept" if len(event.branches) > 1 else "rolled back"
-    told = f"number {event.kept + 1} kept" if event.kept is not None and len(event.branches) > 1 else ""
-    return ", ".join(part for part in (told, _became(replace(one.fate, losing=0))) if part) or "nothing came of it"
+    listed = f"number {event.kept + 1} kept" if event.kept is not None and len(event.branches) > 1 else ""
+    return ", ".join(part for part in (listed, _became(replace(one.fate, losing=0))) if part) or "nothing came of it"
 
 
 def _became(fate: Fates) -> str:

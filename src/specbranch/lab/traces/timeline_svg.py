@@ -1,8 +1,7 @@
-"""What draft and target did, as a picture: time to the right, the target above the draft, in as many rows as it takes.
+"""The timeline of draft and target as a picture: time to the right, the target above the draft, wrapped into rows.
 
-Owns the layout of the picture; shapes and letters are those of `charts`, colours those of `spans`. Invariant: one scale
-for the whole picture, so that lengths can be compared; only the reading of the prompt is drawn shorter than it was, and
-says so.
+Owns the layout; `charts` has shapes and letters, `spans` the colours. Invariant: one scale for the whole picture, so
+that lengths can be compared. Only the prefill is drawn shorter than it was, and is labelled so.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ LEGIBLE = 20.0  # pixels a label needs
 
 @dataclass(frozen=True, slots=True)
 class DrawnLane:
-    """Where rounds are drawn: from which moment, at which place, how many pixels a second."""
+    """Where rounds are drawn: the start time, the position, and pixels per second."""
 
     begin: float
     x: float
@@ -34,11 +33,11 @@ class DrawnLane:
     scale: float
 
     def at(self, moment: float) -> float:
-        """Where a moment lies."""
+        """Return the position of a moment."""
         return self.x + (moment - self.begin) * self.scale
 
     def place(self, event: Event) -> tuple[float, float]:
-        """Where a model's work begins, and how wide it is."""
+        """Return the position and width of a model's work."""
         return self.at(event.start), max(event.seconds * self.scale - 1.0, 0.5)
 
 
@@ -62,8 +61,7 @@ def draw_svg(rounds: Sequence[TracedRound], title: str, subtitle: str = "") -> s
 
 
 def draw_comparison(runs: Mapping[str, Sequence[TracedRound]], title: str, unit: str = "s") -> str:
-    """Draw the same request by several methods, one below the other at one scale; the prompt's reading is drawn as
-    long as it was."""
+    """Draw the same request with several methods, one below the other at one scale; the prefill has its true length."""
     left, height = 220.0, 78.0
     longest = max(rounds[-1].end for rounds in runs.values())
     scale = (PICTURE_WIDTH - left - RIGHT_MARGIN) / longest
@@ -79,7 +77,8 @@ def draw_comparison(runs: Mapping[str, Sequence[TracedRound]], title: str, unit:
 
 
 def draw_round(one: TracedRound, lane: DrawnLane) -> str:
-    """Draw one round: a bar for the target, and one for each branch of the draft, cut by what became of its tokens."""
+    """Draw one round: a bar for the target, and one for each branch of the draft, divided by the fates of its
+    tokens."""
     parts = []
     if one.target:
         x, wide = lane.place(one.target)
@@ -131,7 +130,7 @@ def _prefill(one: TracedRound, y: float) -> str:
 
 
 def _names(y: float, row: Sequence[TracedRound], rounds: Sequence[TracedRound]) -> str:
-    """The models' names before a row, and below it when it begins and which rounds it has."""
+    """Draw the models' names before a row, and its start time and rounds below it."""
     draft, foot = y + TARGET_HEIGHT + BAR_GAP, y + TARGET_HEIGHT + BAR_GAP + DRAFT_HEIGHT + 3
     parts = [_margin(y + 15, "target")]
     if any(one.draft for one in rounds):
@@ -147,7 +146,7 @@ def _margin(y: float, words: str) -> str:
 
 
 def _scale(rounds: Sequence[TracedRound]) -> float:
-    """Pixels a second: usual rounds wide enough for a label, the longest one no wider than a row."""
+    """Return pixels per second: usual rounds have space for a label, and the longest fits into a row."""
     room = PICTURE_WIDTH - LEFT_MARGIN - RIGHT_MARGIN - PREFILL_PIXELS
     longest, usual = max((one.seconds for one in rounds[1:]), default=0.0), usual_seconds(rounds)
     wanted = ROUND_PIXELS / usual if usual > 0 else 1.0
@@ -171,7 +170,7 @@ def _keys(rounds: Sequence[TracedRound]) -> list[LegendKey]:
 
 
 def subtitle(rounds: Sequence[TracedRound], tokens: int, modelled: bool) -> str:
-    """Say under the title what is seen."""
+    """Return the subtitle."""
     spent, clock = times(rounds), "modelled" if modelled else "measured"
     decoding = f"{tokens} tokens in {spent.rounds} rounds and {seconds_text(spent.decoding)} after the prompt"
     return f"{decoding}; {clock} time, to the right"

@@ -1,1 +1,1 @@
-"""Drafts for a target: how well one agrees with it, and what it costs."""
+"""Distillation of drafts: the target's own text, training, and agreement."""

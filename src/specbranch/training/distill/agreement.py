@@ -1,8 +1,8 @@
-"""How well a draft agrees with a target: on the target's own text, how often its first choice (one of its first three)
-is the next token.
+"""The agreement of a draft with a target: how often the target's next token is the draft's first choice, or among its
+first three.
 
-Owns the comparison, how a text is read for it, and what follows from it for speculation. Works on any Runner; needs
-nothing of the target but its text.
+Owns the comparison, the forwards it needs, and the acceptance lengths that follow from it. It works on any Runner, and
+needs only the target's text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT
 
-LONGEST = 10  # draft lengths for which the accepted length is told
+LONGEST = 10  # the largest draft length with an acceptance length
 AGREEMENT_ROWS = 32  # tokens read in one forward
 GREEDY = Request(SamplingParams(), seed=0, prompt_length=0)
 
@@ -28,7 +28,7 @@ Seen = TypeVar("Seen")
 
 @dataclass(frozen=True, slots=True)
 class AnsweredPrompt:
-    """A prompt and what the target said to it, greedily; `task` numbers the kind it is of."""
+    """A prompt and the target's greedy answer; `task` is the number of its kind."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -37,8 +37,7 @@ class AnsweredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Shares of the answers' tokens, and for each draft length how many drafted tokens would have been accepted on
-    average."""
+    """Shares of the answers' tokens, and for each draft length the mean number of accepted tokens."""
 
     tokens: int
     top1: float
@@ -47,7 +46,7 @@ class Agreement:
 
 
 def compare(runner: Runner, texts: Iterable[AnsweredPrompt]) -> Agreement:
-    """Let a draft read the texts, and compare its choices with what came next."""
+    """Run a draft over the texts, and compare its choices with the next tokens."""
     ranks = [list(_ranks(runner, text)) for text in texts if text.answer]
     every = [rank for line in ranks for rank in line]
     if not every:
@@ -57,7 +56,7 @@ def compare(runner: Runner, texts: Iterable[AnsweredPrompt]) -> Agreement:
 
 
 def step_seconds(runner: Runner, prompt: Sequence[int], times: int = 20) -> float:
-    """Measure one forward over one token after a prompt and the choice of the next one to propose, median."""
+    """Return the median time of one forward over one token after a prompt, with the choice of the next token."""
     runner.open(ROOT, GREEDY)
     try:
         runner.extend(ROOT, prompt)
@@ -74,8 +73,8 @@ def read(
     look: Callable[[Feed], Seen],
     most: int = AGREEMENT_ROWS,
 ) -> Iterator[Seen]:
-    """Have some tokens read behind others, by `look`, `most` at a time; yields what it returns. One sequence is
-    used, and closed."""
+    """Process tokens after others with `look`, `most` at a time, and yield its results. It uses one sequence and
+    closes it."""
     runner.open(ROOT, GREEDY)
     try:
         runner.extend(ROOT, before)
@@ -95,7 +94,7 @@ def _timed_step(runner: Runner, prompt: Sequence[int]) -> float:
 
 
 def _ranks(runner: Runner, text: AnsweredPrompt) -> Iterator[int]:
-    """Yield, for each token of the answer, its rank among the draft's first three choices (0: none of them)."""
+    """Yield the rank of each answer token among the draft's first three choices (0: none of them)."""
     ids = (*text.prompt, *text.answer)[: runner.context_length]
     first = len(text.prompt) - 1  # what is proposed after this token is compared with the answer's first
     if first >= len(ids) - 1 or max(ids) >= runner.vocabulary:
@@ -114,8 +113,7 @@ def _share(ranks: Sequence[int], most: int) -> float:
 
 
 def _accepted(lines: Sequence[Sequence[int]], length: int) -> float:
-    """Return the mean run of first choices, none longer than `length`, over the places that have LONGEST tokens
-    before them."""
+    """Return the mean run of first choices, at most `length`, over the positions with LONGEST tokens before them."""
     runs = [_run(line[at : at + length]) for line in lines for at in range(max(len(line) - LONGEST + 1, 1))]
     return statistics.fmean(runs)
 

@@ -1,7 +1,7 @@
 """Attention over packed batches, for training: each token sees its own segment up to itself.
 
-Owns the two ways there are, masked (anywhere) and by stretches (GPUs), and the choice between them. Invariant: both
-give the same up to rounding.
+Owns both implementations, masked (any device) and by segments (GPUs), and the choice between them. Invariant: both give
+the same result up to rounding.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ AttendPacked = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attention(batch: Batch, dtype: torch.dtype) -> AttendPacked:
-    """Choose for a batch: by stretches if it has its edges, else with a mask made once for all layers and heads."""
+    """Choose for a batch: by segments if it has their edges, else with one mask for all layers and heads."""
     if batch.edges is not None:
         return partial(by_stretches, batch.edges)
     return partial(masked, mask_of(batch.segments, dtype))
 
 
 def masked(mask: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend wherever the mask [batch, 1, length, length] lets."""
+    """Attend where the mask [batch, 1, length, length] allows it."""
     out = scaled_dot_product_attention(
         queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
     )
@@ -35,8 +35,7 @@ def masked(mask: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tenso
 
 
 def by_stretches(edges: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend within each stretch of the flattened batch, backwards only, with the kernel for sequences of different
-    lengths."""
+    """Attend causally within each segment of the flattened batch, with the kernel for variable-length sequences."""
     from torch.nn.attention.varlen import varlen_attn  # not in older versions; `has_stretches` asks first
 
     longest = queries.shape[1]  # no stretch is longer than a row
@@ -47,14 +46,14 @@ def by_stretches(edges: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -
 
 
 def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a token sees another, -inf elsewhere [batch, 1, length, length]."""
+    """Return 0 where a token sees another, -inf elsewhere [batch, 1, length, length]."""
     seen = (segments.unsqueeze(2) == segments.unsqueeze(1)).tril()
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf).unsqueeze(1)
 
 
 @cache
 def has_stretches(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether attention by stretches is to be had and right, forwards and backwards; tried on random numbers."""
+    """True if attention by segments is available and correct, forward and backward; tested on random numbers."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     segments = torch.tensor([[0] * 40 + [1] * 20 + [-1] * 4, [0] * 64])

@@ -1,6 +1,6 @@
-"""Where a training stands, in one safetensors file: weights, the optimiser's moments, random states, and notes as JSON.
+"""The state of a training run in one safetensors file: weights, optimiser moments, random states, and notes as JSON.
 
-Owns the file. Invariants: it appears whole or not at all; what is loaded is what was saved, bit for bit.
+Owns the file. Invariants: it appears as a whole or not at all. Loaded values equal the saved ones bit for bit.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ NOTES = ("identity", "where", "groups")
 def write_checkpoint(
     path: Path, student: nn.Module, optimiser: torch.optim.Optimizer, notes: Mapping[str, Any]
 ) -> None:
-    """Write everything a training needs to go on; `notes` are what else it remembers, as JSON."""
+    """Write everything that a run needs to resume; `notes` holds its other values, as JSON."""
     state = optimiser.state_dict()
     tensors = {f"student.{name}": tensor for name, tensor in student.state_dict().items()}
     tensors |= {
         f"optimiser.{index}.{name}": tensor for index, held in state["state"].items() for name, tensor in held.items()
     }
     tensors |= {f"random.{name}": tensor for name, tensor in _random_states().items()}
-    told = json.dumps({**notes, "groups": state["param_groups"]})
+    notes_text = json.dumps({**notes, "groups": state["param_groups"]})
     held = {name: one.contiguous().cpu() for name, one in tensors.items()}
-    write_durably(path, as_safetensors(held, {"format": CHECKPOINT_FORMAT, "notes": told}))
+    write_durably(path, as_safetensors(held, {"format": CHECKPOINT_FORMAT, "notes": notes_text}))
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was read from a file."""
+    """The contents of a checkpoint file."""
 
     path: Path
     tensors: Mapping[str, Tensor]
@@ -48,7 +48,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a checkpoint, or say that it is damaged."""
+        """Read a checkpoint; raise if it is damaged."""
         try:
             tensors, metadata = read_tensors(path, CHECKPOINT_FORMAT)
             notes = json.loads(metadata["notes"])
@@ -57,7 +57,7 @@ class Checkpoint:
             raise _damaged(path, error) from None
 
     def load(self, student: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-        """Put everything back where it was."""
+        """Restore weights, moments and random states."""
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in self._under("optimiser").items():
             index, _, kind = name.partition(".")

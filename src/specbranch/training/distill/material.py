@@ -1,9 +1,7 @@
-"""What a target wrote, as training material: conversations one after the other, kept in one file and dealt out in
-packed batches.
+"""A target's text as training material: conversations in one file, dealt out in packed batches.
 
-Owns the file and the packing, not how the text came about. Invariants: a conversation is never split over two rows of a
-batch, and a batch depends on nothing but the material, the sizes asked for, the seed, the epoch and its index, so that
-training can go on at any batch.
+Owns the file and the packing. Invariants: a conversation is never split over two rows of a batch. A batch depends only
+on the material, the sizes, the seed, the epoch and its index, so training can resume at any batch.
 """
 
 from __future__ import annotations
@@ -26,13 +24,12 @@ from specbranch.files import replacing
 from specbranch.models.files.disk import read_tensors
 
 MATERIAL_FORMAT = "specbranch-material-1"
-PADDING = -1  # segment of the places no conversation fills
+PADDING = -1  # segment of positions without a conversation
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed conversations; what stands at a place is read there, and `weight` tells how much its prediction of the
-    next token counts."""
+    """Packed conversations; `weight` says how much the prediction after each token counts."""
 
     tokens: Tensor  # int64 [rows, length]
     positions: Tensor  # int64 [rows, length], from 0 in each conversation
@@ -43,14 +40,14 @@ class Batch:
     edges: Tensor | None = None
 
     def parts(self, rows: int) -> Iterator[Batch]:
-        """Cut into batches of at most so many rows."""
+        """Split into batches of at most this many rows."""
         pieces = (
             torch.split(getattr(self, name), rows) for name in ("tokens", "positions", "segments", "weight", "source")
         )
         return (Batch(*piece) for piece in zip(*pieces, strict=True))
 
     def with_edges(self) -> Batch:
-        """Note where segments begin and end; padding is a stretch like any other."""
+        """Add the edges of segments; padding is a segment too."""
         row = torch.arange(self.segments.shape[0]).unsqueeze(1) * (int(self.segments.max()) + 2)
         owner = (self.segments - PADDING + row).flatten()
         inner = owner.diff().nonzero().view(-1) + 1
@@ -60,7 +57,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Conversations, each with the place its answer begins at."""
+    """Conversations, each with the position at which its answer starts."""
 
     tokens: Tensor  # int32 [all tokens], all conversations one after the other
     starts: Tensor  # int64 [conversations + 1]
@@ -76,22 +73,22 @@ class Material:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each conversation [conversations]."""
+        """The number of tokens of each conversation [conversations]."""
         return self.starts.diff()
 
     @property
     def answer_tokens(self) -> int:
-        """How many tokens of all are answers."""
+        """The number of answer tokens."""
         return int((self.lengths - self.answers).sum())
 
     @property
     def parts(self) -> list[Mapping[str, Any]]:
-        """How each part of it was made that was written by itself."""
+        """How each separately written part was made."""
         found: list[Mapping[str, Any]] = self.about.get("parts", [self.about])
         return found
 
     def counts(self) -> dict[str, int]:
-        """How much there is."""
+        """Return the amount of material."""
         return {
             "conversations": len(self),
             "tokens_written": self.tokens.numel(),
@@ -109,15 +106,15 @@ class Material:
         return torch.bincount(self.tokens[within >= self.answers[owner]].long(), minlength=vocabulary)
 
     def select(self, chosen: Tensor) -> Material:
-        """Return some of the conversations, in the order given."""
+        """Return some of the conversations, in the given order."""
         lengths = self.lengths[chosen]
         within, owner = _places(lengths)
         tokens = self.tokens[self.starts[chosen][owner] + within]
         return Material(tokens, _starts(lengths), self.answers[chosen], self.about)
 
     def split(self, held_out: float, seed: int = 0) -> tuple[Material, Material]:
-        """Set a share of the conversations apart, at least one; returns (the others, those set apart), each in the
-        order written."""
+        """Hold out a share of the conversations, at least one; return (the others, the held-out ones), each in
+        writing order."""
         if not 0 < held_out < 1:
             raise BadParameter(f"held_out is {held_out}; expected a share between 0 and 1.")
         if len(self) < 2:
@@ -138,10 +135,10 @@ class Material:
         question_weight: float = 0.0,
         answer_weight: float = 1.0,
     ) -> Iterator[Batch]:
-        """Deal all conversations once, shuffled and packed in `size` rows of `length` places, from batch number `first`
-        on.
+        """Deal all conversations once, shuffled and packed in `size` rows of `length` tokens, starting with batch
+        number `first`.
 
-        A conversation longer than a row loses its end. The last batch is filled up with empty rows.
+        A conversation longer than a row loses its end. The last batch is filled with empty rows.
         """
         if length < 2 or size < 1:
             raise BadParameter(
@@ -152,7 +149,7 @@ class Material:
             yield self._batch(rows[start : start + size], length, size, question_weight, answer_weight)
 
     def save(self, path: Path) -> None:
-        """Write everything to one file, which appears whole or not at all."""
+        """Write everything to one file, which appears as a whole or not at all."""
         tensors = {"tokens": self.tokens, "starts": self.starts, "answers": self.answers}
         metadata = {"format": MATERIAL_FORMAT, "about": json.dumps(dict(self.about), sort_keys=True)}
         try:
@@ -165,18 +162,20 @@ class Material:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote."""
+        """Read a file written by `save`."""
         try:
             held, metadata = read_tensors(path, MATERIAL_FORMAT)
             return cls(held["tokens"], held["starts"], held["answers"], json.loads(metadata["about"]))
         except FileNotFoundError:
             raise ModelError(f"There is no material at {path}.") from None
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise ModelError(f"{path} is damaged or no material: {error}. Delete it to have it written anew.") from None
+            raise ModelError(
+                f"{path} is damaged or no material: {error}. Delete it, and it is written again."
+            ) from None
 
     @classmethod
     def join(cls, parts: Sequence[Material], about: Mapping[str, Any] | None = None) -> Self:
-        """Put several together, in order."""
+        """Concatenate several, in order."""
         lengths = torch.cat([part.lengths for part in parts])
         tokens, answers = (
             torch.cat(pieces) for pieces in ([part.tokens for part in parts], [part.answers for part in parts])
@@ -189,7 +188,7 @@ class Material:
         )
 
     def _rows(self, length: int, seed: int, epoch: int) -> list[Tensor]:
-        """Return the conversations of each row: in shuffled order, a row takes as many of the next ones as fit."""
+        """Return the conversations of each row: in shuffled order, a row takes as many as fit."""
         order = torch.randperm(len(self), generator=_generator(seed, f"epoch {epoch}"))
         cuts, filled = [0], 0
         for at, tokens in enumerate(self.lengths.clamp(max=length)[order].tolist()):
@@ -223,24 +222,24 @@ class Material:
 
 
 def material_files(path: Path) -> list[Path]:
-    """Return the files of material that a path names: itself, or those in it."""
+    """Return the material files of a path: itself, or those in the folder."""
     if path.is_dir():
         return sorted(path.glob("material*.safetensors"), key=lambda file: (len(file.name), file.name))
     return [path] if path.is_file() else []
 
 
 def material_in(path: Path) -> Material:
-    """Read a file of material, or all of a folder as one."""
+    """Read a material file, or all files of a folder as one."""
     return joined([Material.load(file) for file in material_files(path)])
 
 
 def joined(parts: Sequence[Material]) -> Material:
-    """Put several together; one alone stays as it is."""
+    """Concatenate several; a single one stays as it is."""
     return parts[0] if len(parts) == 1 else Material.join(parts)
 
 
 def _fault(tokens: Tensor, starts: Tensor, answers: Tensor) -> str | None:
-    """Say what is wrong with the tensors of a material, if anything."""
+    """Return what is wrong with the tensors of a material, if anything."""
     if (tokens.dtype, starts.dtype, answers.dtype) != (torch.int32, torch.int64, torch.int64):
         return f"its tensors are {tokens.dtype}, {starts.dtype} and {answers.dtype}, expected int32, int64 and int64"
     if starts.numel() != answers.numel() + 1 or starts[0] != 0 or starts[-1] != tokens.numel():
@@ -256,13 +255,13 @@ def _starts(lengths: Tensor) -> Tensor:
 
 
 def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """For conversations laid one after the other: each token's place in its own, and which one it belongs to."""
+    """Return each token's position in its conversation, and the number of that conversation."""
     owner = torch.repeat_interleave(lengths)
     return torch.arange(owner.numel()) - _starts(lengths)[owner], owner
 
 
 def _first_places(lengths: Tensor, counts: Sequence[int], length: int) -> Tensor:
-    """Where each conversation begins in the flattened batch, `counts` of them in each row."""
+    """Return the start of each conversation in the flattened batch, `counts` of them per row."""
     before = _starts(lengths)[:-1]
     heads = _starts(torch.tensor(counts))[:-1]  # each row's first conversation
     row = torch.repeat_interleave(torch.tensor(counts))

@@ -1,8 +1,7 @@
-"""Some of a target's layers as a batch model that can be trained, and the loss that makes it speak like the whole
-target.
+"""Some of a target's layers as a trainable batch model, and the distillation loss.
 
-Owns the forward over packed batches and the divergence between two stacks. Invariant: embedding and head are the
-target's own tensors, never copied and never trained; with all layers and no gradient a stack gives the logits of the
+Owns the forward over packed batches and the divergence between two stacks. Invariants: embedding and head are the
+target's own tensors, never copied and never trained. With all layers and no gradient, a stack gives the logits of the
 native decoder.
 """
 
@@ -28,7 +27,7 @@ SCORED_ROWS = 4096  # rows whose scores of the whole vocabulary exist at once
 
 
 class TrainedLayer(nn.Module):
-    """The weights of one layer. Trained ones are copies in float32 or better, frozen ones the target's own."""
+    """The weights of one layer. Trained ones are copies in float32 or better; frozen ones are the target's own."""
 
     def __init__(self, layer: LayerWeights, trained: bool) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class TrainedLayer(nn.Module):
             self.register_parameter(name, None if tensor is None else _parameter(tensor, trained))
 
     def weights(self) -> LayerWeights:
-        """Give the layer in the form it is read in."""
+        """Return the layer in the form of the forward."""
         named = {name: None if one is None else one.detach() for name, one in self._parameters.items()}
         matrices = {
             name: Matrix(named[f"{name}_weight"], named[f"{name}_bias"])  # type: ignore[arg-type]
@@ -55,7 +54,7 @@ class TrainedLayer(nn.Module):
         return LayerWeights(**vectors, **matrices)  # type: ignore[arg-type]
 
     def apply_matrix(self, name: str, x: Tensor) -> Tensor:
-        """Multiply in the precision of `x`, whatever the weights are kept in."""
+        """Multiply in the precision of `x`, whatever the type of the weights."""
         bias = self._parameters[f"{name}_bias"]
         return linear(x, self._parameters[f"{name}_weight"].to(x.dtype), None if bias is None else bias.to(x.dtype))  # type: ignore[union-attr]
 
@@ -91,8 +90,8 @@ class Stack(nn.Module):
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the normed hidden states [batch, length, hidden], ready for the head; a token sees its own segment
-        up to itself."""
+        """Return the normed hidden states [batch, length, hidden] for the head; a token sees its own segment up to
+        itself."""
         x = embedding(batch.tokens, self.embedding)
         turns, attend = self._turns(batch.positions), attention(batch, x.dtype)
         for block in self.blocks:
@@ -134,7 +133,7 @@ class Stack(nn.Module):
 
 
 def check_layers(chosen: Sequence[int], held: int) -> None:
-    """Refuse layers the target does not have."""
+    """Raise if the target lacks one of the layers."""
     if not chosen or any(not 0 <= index < held for index in chosen):
         raise BadParameter(
             f"A draft of the layers {list(chosen)} was asked for; the target has {held}, numbered 0 to {held - 1}."
@@ -142,8 +141,7 @@ def check_layers(chosen: Sequence[int], held: int) -> None:
 
 
 def spread_layers(count: int, held: int) -> tuple[int, ...]:
-    """Choose layers at equal distances, the target's first and last among them; a better start than the outer ones
-    alone."""
+    """Return evenly spaced layers, including the target's first and last; a better start than the outer ones alone."""
     if not 1 <= count <= held:
         raise BadParameter(f"A draft of {count} layers was asked for; expected 1 to {held}, as many as the target has.")
     return tuple((2 * index * (held - 1) + count - 1) // (2 * max(count - 1, 1)) for index in range(count))
@@ -151,23 +149,23 @@ def spread_layers(count: int, held: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CountedRows:
-    """The places of a batch that count: what the target's and the draft's stacks say there, and how much each
-    counts."""
+    """The weighted positions of a batch: the hidden states of target and draft there, and their weights."""
 
     teacher: Tensor  # [rows, hidden]
     student: Tensor  # [rows, hidden]
     weight: Tensor  # [rows], float
 
     def chunks(self, size: int = SCORED_ROWS) -> list[CountedRows]:
-        """Cut into pieces whose scores fit into memory."""
+        """Split into chunks whose scores fit into memory."""
         pieces = (torch.split(one, size) for one in (self.teacher, self.student, self.weight))
         return [CountedRows(*piece) for piece in zip(*pieces, strict=True)]
 
 
 def counted(teacher: Tensor, student: Tensor, weight: Tensor) -> CountedRows:
-    """Keep only the places [batch, length] with a weight: the head is the dearest part, and padding needs none.
+    """Keep only the positions [batch, length] with a weight: the head is the most expensive part, and padding needs
+    none.
 
-    A weight that is still on the CPU keeps the device busy: finding the places there would wait for all work before it.
+    The weight stays on the CPU, because finding the positions on the device would wait for all earlier work.
     """
     flat = weight.flatten()
     places = flat.nonzero().squeeze(-1)
@@ -176,7 +174,7 @@ def counted(teacher: Tensor, student: Tensor, weight: Tensor) -> CountedRows:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Bring a tensor to a device without waiting for the work under way there."""
+    """Copy a tensor to a device without waiting for running work there."""
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if tensor.device.type == "cpu" and device.type == "cuda" else tensor).to(
@@ -191,8 +189,7 @@ def divergence(rows: CountedRows, head: Tensor, chunk: int = SCORED_ROWS) -> Ten
 
 
 class _Divergence(torch.autograd.Function):
-    """Makes the gradient along with the loss: with a frozen head it is weight·(q − p)·head, so no scores need to be
-    kept."""
+    """Computes the gradient with the loss: with a frozen head it is weight·(q − p)·head, so no scores are kept."""
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, head: Tensor, chunk: int) -> Tensor:
@@ -216,8 +213,8 @@ class _Divergence(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a draft compares with its target over some rows, as sums; what a draft with a reduced head cannot say
-    counts as missed."""
+    """The agreement of a draft with its target over some rows, as sums; tokens outside a reduced head count as
+    missed."""
 
     rows: float
     divergence: float  # over the head's tokens, the target's probabilities renormalised to them
@@ -265,8 +262,7 @@ def _log_odds(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def _scores(hidden: Tensor, head: Tensor) -> Tensor:
-    """Score the head's tokens in float32 or better: rounded to bfloat16, scores near 20 would differ by steps of an
-    eighth."""
+    """Score the head's tokens in float32 or better: in bfloat16, scores near 20 would have steps of an eighth."""
     if hidden.device.type == "cuda" and hidden.dtype.itemsize < 4:
         return torch.mm(hidden, head.t(), out_dtype=torch.float32)  # sums are in float32 anyway; this only keeps them
     scores = linear(hidden, head)

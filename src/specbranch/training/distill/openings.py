@@ -1,8 +1,8 @@
-"""How the conversations open that a target writes: system prompts, the first words of questions, and what leads to the
+"""The openings of conversations that a target writes: system prompts, first words of questions, and the turn to the
 answer.
 
-Owns what is given to the target; all words here are ours. Invariant: an opening is what the target's chat template puts
-before a question, with at most a few first words; the rest of a question is the target's own.
+Owns what is given to the target; all words here are ours. Invariant: an opening is the chat template's text before a
+question, with at most a few first words. The target writes the rest of the question.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ SUMS = (  # word problems in arithmetic
     ),
     *("A team", "Sofia saves", "The school", "It takes", "Five workers", "A garden", "Mr. Cole", "On Monday"),
 )
-CODE = (  # programs, asked for in words or begun
+CODE = (  # programs, described in words or started
     *("def",) * 6,
     *(
         "import",
@@ -140,12 +140,12 @@ OPENING_KINDS = (TALK, SUMS, CODE, TEXTS)
 KIND_NAMES = ("talk", "sums", "code", "texts")
 GIVEN = "given"  # the kind of a prompt of the user's
 LEAST_TEXT = 160  # tokens of a text handed over
-LEAST_ANSWER = 16  # places that must be left behind a prompt of the user's
+LEAST_ANSWER = 16  # tokens that must be left after a user's prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What is given to the rows: how each kind of conversation opens, and what stands between question and answer."""
+    """The given tokens: the openings of each kind of conversation, and the tokens between question and answer."""
 
     openings: tuple[tuple[int, ...], ...]  # in the order they are used, over and over
     asked: tuple[bool, ...]  # whether the opening holds the whole question, up to where the answer begins
@@ -157,7 +157,7 @@ class Script:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, arch: Architecture, settings: WriterSettings) -> Script:
-        """Write the openings as the model's chat template wants them."""
+        """Build the openings in the model's chat template."""
         if not tokenizer.has_chat_template:
             log.warning(
                 "%s has no chat template: its conversations are written as plain text, 'user: … assistant: …'.",
@@ -171,8 +171,8 @@ class Script:
         frames, prompts = _frames(tokenizer, settings), _prompts(tokenizer, settings)
         bridge = frames[0].behind
         lines = list(_interleaved(_shuffled(frames, settings.seed), _shuffled(prompts, settings.seed)))
-        told = ((line.before, not line.behind, (line.least, line.most), line.kind) for line in lines)
-        openings, asked, limits, kinds = zip(*told, strict=True)
+        parts = ((line.before, not line.behind, (line.least, line.most), line.kind) for line in lines)
+        openings, asked, limits, kinds = zip(*parts, strict=True)
         script = cls(
             openings, asked, limits, bridge, _question_ends(tokenizer, ends, bridge[0], arch.vocabulary), ends, kinds
         )
@@ -180,15 +180,14 @@ class Script:
         return script
 
     def kind_of(self, tokens: Sequence[int]) -> str:
-        """Return the kind of a conversation that was written by this script: that of the longest opening it begins
-        with."""
+        """Return the kind of a conversation of this script, by its longest matching opening."""
         kinds = dict(zip(self.openings, self.kinds, strict=True))
         lengths = sorted({len(opening) for opening in self.openings}, reverse=True)
-        begun = (kinds.get(tuple(tokens[:length])) for length in lengths)
-        return next((kind for kind in begun if kind), GIVEN)
+        candidates = (kinds.get(tuple(tokens[:length])) for length in lengths)
+        return next((kind for kind in candidates if kind), GIVEN)
 
     def check(self, arch: Architecture) -> None:
-        """Refuse ids that the model does not know."""
+        """Raise if the model lacks one of the ids."""
         highest = max(*self.bridge, *(max(opening) for opening in self.openings))
         if highest >= arch.vocabulary:
             raise ModelError(
@@ -199,8 +198,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What stands around the words of a question, and how long they may be; nothing stands behind a question that is
-    there already."""
+    """The tokens around a question, and its maximum length; a given question is followed by nothing."""
 
     before: tuple[int, ...]
     behind: tuple[int, ...]
@@ -210,12 +208,12 @@ class _Frame:
 
     @property
     def needed(self) -> int:
-        """The least length of a conversation in it."""
+        """The minimum length of a conversation in this frame."""
         return len(self.before) + self.least + len(self.behind) + LEAST_ANSWER
 
 
 def _frames(tokenizer: Tokenizer, settings: WriterSettings) -> list[_Frame]:
-    """Return a frame for each system prompt and starter, as far as they leave room for an answer."""
+    """Return a frame for each system prompt and starter that leaves space for an answer."""
     around = cache(partial(_around, tokenizer))  # many are asked for several times
     short, long = (LEAST_QUESTION, settings.question_tokens), (LEAST_TEXT, settings.length * 3 // 5)
     frames = [
@@ -242,14 +240,13 @@ def _accepted_systems(tokenizer: Tokenizer) -> tuple[str | None, ...]:
 
 
 def _around(tokenizer: Tokenizer, system: str | None, starter: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Compare two questions that share nothing but the starter: what both begin and end with stands around the
-    question."""
+    """Compare two questions that share only the starter: their common start and end surround the question."""
     one, other = (_chat(tokenizer, system, f"{starter} {word}".lstrip()) for word in ("apple", "Zulu"))
     before = _common(one, other)
     behind = _common(one[before:][::-1], other[before:][::-1])
     if not before or not behind:
         raise ModelError(
-            "The model's chat template puts nothing around a question, so nothing tells the target to ask or to answer."
+            "The model's chat template puts nothing around a question, so the target cannot know when to answer."
         )
     return tuple(one[:before]), tuple(one[-behind:])
 
@@ -280,7 +277,7 @@ def _shuffled(lines: Sequence[_Frame], seed: int) -> list[_Frame]:
 
 
 def _interleaved(frames: Sequence[_Frame], prompts: Sequence[_Frame]) -> Iterator[_Frame]:
-    """Yield the two kinds in turns; the shorter list goes round until the longer is through."""
+    """Yield the two kinds in turn; the shorter list repeats until the longer one ends."""
     if not prompts:
         yield from frames
         return
@@ -290,7 +287,7 @@ def _interleaved(frames: Sequence[_Frame], prompts: Sequence[_Frame]) -> Iterato
 
 
 def _question_ends(tokenizer: Tokenizer, ends: Sequence[int], first: int, vocabulary: int) -> tuple[int, ...]:
-    """Return the ids that close a question: the template's own if it is a special token, else any end of a line."""
+    """Return the ids that close a question: the template's own special token, else any line end."""
     if first in ends or tokenizer.is_silent(first):
         return tuple(dict.fromkeys((first, *ends)))
     lines = [token for token in tokenizer.vocabulary() if token < vocabulary and "\n" in tokenizer.decode([token])]

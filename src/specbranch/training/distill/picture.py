@@ -1,4 +1,4 @@
-"""The picture of a training: loss and agreement over the steps, as SVG."""
+"""The chart of a training run: loss and agreement over the steps, as SVG."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PANELS = (("loss (KL, nats a token)", "loss", 1), ("top-1 agreement on held-out 
 
 
 def picture(records: Sequence[Mapping[str, Any]]) -> str:
-    """Draw both panels; of no records, empty ones."""
+    """Draw both panels; they are empty without records."""
     drawn = "".join(
         _panel([(r["step"], r[key]) for r in records if key in r], title, hue, PANEL_TOP + number * PANEL_ROW)
         for number, (title, key, hue) in enumerate(PANELS)

@@ -1,7 +1,7 @@
-"""DIR/training, the folder of a run: what is needed to go on with it, and whose run it is.
+"""DIR/training, the folder of a run: what it needs to resume, and which run it belongs to.
 
-Owns run.json, the lock and the names of the material's files. Invariant: one process at a time works in the folder, and
-none goes on with the run of another target or of other writing.
+Owns run.json, the lock and the names of the material's files. Invariant: one process at a time works in the folder.
+None resumes a run of another target or with other writing.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class RunFolder:
 
     @property
     def path(self) -> Path:
-        """Where the files of the run are."""
+        """The folder of the run's files."""
         return self.out / "training"
 
     def part(self, number: int) -> Path:
-        """Where a piece of the material is kept."""
+        """Return the file of one part of the material."""
         return self.path / f"material-{number}.safetensors"
 
     @contextmanager
     def claimed(self, resume: bool) -> Iterator[None]:
-        """Hold the folder as long as the block runs; one that holds another run, or is in use, is refused."""
+        """Lock the folder inside the block; refuse one that is in use or holds another run."""
         lock = self._locked()
         try:
             if (held := self._noted()) is not None:
@@ -52,10 +52,10 @@ class RunFolder:
             lock.release()
 
     def note(self) -> None:
-        """Leave word whose folder it is; what was noted of the writing stays where nothing is written now."""
+        """Write run.json; the settings of earlier writing stay if nothing is written now."""
         writing = (self._noted() or {}).get("writing") if self.writing is None else _told(self.writing)
-        told = {"target": self.target, "target_fingerprint": self.fingerprint, "writing": writing}
-        write_durably(self._note, json.dumps(told, indent=2).encode())
+        values = {"target": self.target, "target_fingerprint": self.fingerprint, "writing": writing}
+        write_durably(self._note, json.dumps(values, indent=2).encode())
 
     @property
     def _note(self) -> Path:
@@ -69,7 +69,7 @@ class RunFolder:
                 lock.acquire()
             except Timeout:
                 busy = f"Another distill is at work in {self.out}"
-                raise BadParameter(f"{busy}. Wait for its end, or name another folder with --out.") from None
+                raise BadParameter(f"{busy}. Wait until it ends, or name another folder with --out.") from None
         return lock
 
     def _noted(self) -> dict[str, Any] | None:
@@ -79,7 +79,7 @@ class RunFolder:
             return dict(json.loads(self._note.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise ModelError(
-                f"{self._note} is damaged ({error}). Delete the folder {self.path} to begin anew."
+                f"{self._note} is damaged ({error}). Delete the folder {self.path} to start again."
             ) from None
 
     def _check(self, held: dict[str, Any], resume: bool) -> None:
@@ -89,16 +89,16 @@ class RunFolder:
             )
         if not resume:
             raise BadParameter(
-                f"{self.out} holds a run already. Go on with it by --resume, or name another folder with --out."
+                f"{self.out} already holds a run. Resume it with --resume, or name another folder with --out."
             )
         theirs = held.get("writing")
         if theirs is None or self.writing is None:
             return
         ours = _told(self.writing)
         if other := [name for name, value in ours.items() if theirs.get(name) != value]:
-            told = ", ".join(f"{name} was {theirs.get(name)}, now {ours[name]}" for name in other)
+            changed = ", ".join(f"{name} was {theirs.get(name)}, now {ours[name]}" for name in other)
             raise BadParameter(
-                f"{self.out} was begun with other settings: {told}. Resume with the same, or name another folder."
+                f"{self.out} was started with other settings: {changed}. Resume with the same, or name another folder."
             )
 
 

@@ -1,8 +1,7 @@
-"""What the target says to its own material: computed batch by batch, or once for all where there is room to remember
-it.
+"""The target's hidden states over its own material: computed per batch, or once if they fit into memory.
 
-Owns that memory. Invariant: a remembered state is the one a pass over the same token of the same conversation gave;
-conversations see nothing of each other, so how they are packed changes it by rounding alone.
+Owns that memory. Invariant: a stored state is that of the same token of the same conversation. Conversations do not see
+each other, so packing changes it by rounding alone.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ GPU_SHARE = 0.5  # of the memory that is free on a GPU
 
 
 def moved(batch: Batch, stack: Stack) -> Batch:
-    """Bring what the stacks read to their device; the weights stay, see `counted`."""
+    """Copy the inputs of the stacks to their device; the weights stay, see `counted`."""
     device, dtype = stack.embedding.device, stack.embedding.dtype
     edges = batch.with_edges().edges if has_stretches(device, dtype, stack.arch.head_dim) else None
     tokens, positions, segments, source = (
@@ -34,14 +33,14 @@ def moved(batch: Batch, stack: Stack) -> Batch:
 
 
 class Teacher:
-    """The target's stack, asked for its hidden states over batches of one material."""
+    """The target's stack and its hidden states over batches of one material."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self._memory: Tensor | None = None  # [tokens of the material, hidden]
 
     def has_room(self, material: Material) -> bool:
-        """Whether all hidden states of a material fit beside what training needs."""
+        """True if all hidden states of a material fit into memory next to the training."""
         table = self.stack.embedding
         needed = material.tokens.numel() * table.shape[1] * table.itemsize
         room = torch.cuda.mem_get_info(table.device)[0] * GPU_SHARE if table.is_cuda else CPU_ROOM
@@ -49,7 +48,7 @@ class Teacher:
 
     @torch.no_grad()
     def remember(self, material: Material, length: int, rows: int, watch: Onlooker) -> None:
-        """Listen to the whole material once."""
+        """Process the whole material once and store the states."""
         table = self.stack.embedding
         memory = table.new_zeros(material.tokens.numel(), table.shape[1])
         done, whole = 0, int(material.lengths.clamp(max=length).sum())
@@ -65,5 +64,6 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
-        """Return the hidden states [batch, length, hidden] of a batch of the material; in padding, anything."""
+        """Return the hidden states [batch, length, hidden] of a batch of the material; those of padding are
+        undefined."""
         return self.stack(batch) if self._memory is None else self._memory[batch.source]

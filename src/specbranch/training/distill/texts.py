@@ -1,8 +1,8 @@
-"""Many texts at once, a token of each in a step: what a target needs that writes a thousand conversations side by side.
+"""Many sequences decoded at once, one token of each per step: for a target that writes a thousand conversations in
+parallel.
 
-Owns their pages, which never change hands: a row has as many as its longest text, one after the other in the pool.
-Invariants: a row reads its own text, up to the token it is given, and nothing else; on a GPU shapes never change and
-nothing waits, so that a step can be captured.
+Owns their pages, which never change owner: a row has enough for its longest text, in sequence. Invariants: a row sees
+only its own text, up to the given token. On a GPU shapes never change and nothing waits, so a step can be captured.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from specbranch.models.gpu.step import GpuStep
 
 
 class Texts:
-    """The texts of some rows, each up to `length` tokens; a text is begun anew by giving its row a token at position
-    0."""
+    """The texts of some rows, each up to `length` tokens; a token at position 0 starts a new text."""
 
     def __init__(self, decoder: Decoder, rows: int, length: int) -> None:
         self.decoder, self._pages = decoder, -(-length // PAGE)
@@ -33,7 +32,7 @@ class Texts:
         self._rows = torch.arange(rows, dtype=torch.int32, device=device)
 
     def scores(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Read a token of each row at its position [rows]; returns logits [rows, vocabulary] in float32 or better."""
+        """Process a token of each row at its position [rows]; return logits [rows, vocabulary] in float32 or better."""
         if self._step is None:
             return self._compiled(tokens, positions)
         logits, _ = self._step.forward(self._views(tokens, positions))
@@ -46,7 +45,7 @@ class Texts:
         return torch.cat([self._fused.logits(step) for step in dealt(work, STEP_ROWS)])
 
     def _views(self, tokens: Tensor, positions: Tensor) -> Views:
-        """Describe the step on the device itself: a row's text lies in one piece."""
+        """Describe the step on the device itself: the pages of a row are contiguous."""
         at, rows = positions.int(), self._rows
         begin = rows * (self._pages * PAGE)
         shared = (at // GROUP_POSITIONS - 1).clamp_(min=0) * GROUP_POSITIONS

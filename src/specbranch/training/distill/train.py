@@ -1,8 +1,8 @@
-"""Training a draft to give its target's distribution: steps, measurements, and when to keep what there is.
+"""Training of a draft towards its target's distribution: steps, evaluation and checkpoints.
 
-Owns the schedule and the files of a run (metrics.jsonl, checkpoint.safetensors, training.svg). Invariant: what a step
-does depends on the settings, the material and the step's number alone, so a run that was killed and resumed ends with
-the weights of one that was not.
+Owns the schedule and the files of a run (metrics.jsonl, checkpoint.safetensors, training.svg). Invariant: a step
+depends only on the settings, the material and its number. So a killed and resumed run ends with the weights of an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A finished training: the draft and how it compares with its target on conversations it was not trained on."""
+    """A finished training: the draft and its agreement with the target on held-out conversations."""
 
     student: Stack
     steps: int
@@ -109,7 +109,7 @@ def train(
     resume: bool = False,
     watch: Onlooker = silent,
 ) -> Trained:
-    """Train a draft; with `resume`, go on from the folder's checkpoint if it has one."""
+    """Train a draft; with `resume`, continue from the folder's checkpoint if it has one."""
     if not len(material) or not len(held_out):
         raise BadParameter(
             f"There are {len(material)} conversations to train on and {len(held_out)} to compare with; expected some "
@@ -129,7 +129,7 @@ def train(
 
 
 class _Training:
-    """A training under way."""
+    """A running training."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _Training:
         self._saved_at = time.monotonic()
 
     def listen(self) -> None:
-        """Let the target go over the material once, if what it says there can be remembered."""
+        """Compute the target's states over the material once, if they fit into memory."""
         rows = self.settings.rows  # not `micro`: a resumed run listens as the first did
         while self.remembering and self.step != self.total and not self._remembered(rows):
             rows //= 2
@@ -171,7 +171,7 @@ class _Training:
             )
 
     def _remembered(self, rows: int) -> bool:
-        """Whether there was memory to listen to so many rows at a time."""
+        """True if memory sufficed for this many rows at a time."""
         try:
             self.teacher.remember(self.material, self.settings.length, rows, self.watch)
             return True
@@ -200,7 +200,7 @@ class _Training:
                 clock.restart()
 
     def finish(self) -> dict[str, float]:
-        """Measure the draft a last time, and leave everything of the run on disk."""
+        """Evaluate the draft a last time, and write all files of the run."""
         figures = self.evaluate()
         self._write(
             {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 2), "final": True, **figures}
@@ -210,7 +210,7 @@ class _Training:
         return figures
 
     def _batches(self) -> Iterator[Batch]:
-        """Deal the material again and again, from where the run stands."""
+        """Deal the material repeatedly, from the current step on."""
         s = self.settings
         while True:
             for batch in self.material.batches(s.length, s.rows, s.seed, self.epoch, self.index, s.question_weight):
@@ -219,7 +219,7 @@ class _Training:
             self.epoch, self.index = self.epoch + 1, 0
 
     def _learn(self, batch: Batch) -> Tensor:
-        """Take one step; returns its loss."""
+        """Take one step; return its loss."""
         loss = self._fitting(lambda: self._gradients(batch))
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.settings, self.step, self.total)
@@ -228,7 +228,7 @@ class _Training:
         return loss
 
     def _fitting(self, work: Callable[[], T]) -> T:
-        """Do what takes `micro` rows at a time. Out of memory: all of it again with half as many, which changes
+        """Run a function with `micro` rows at a time. If memory runs out, repeat it with half as many, which changes
         nothing else."""
         while True:
             try:
@@ -246,7 +246,7 @@ class _Training:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def _part(self, part: Batch, total: float) -> Tensor:
-        """Add the gradient of some rows to what is there."""
+        """Add the gradient of some rows."""
         here = moved(part, self.student)
         loss = divergence(counted(self.teacher(here), self.student(here), part.weight), self.student.head) / total
         loss.backward()  # type: ignore[no-untyped-call]
@@ -281,7 +281,7 @@ class _Training:
         return {**scores.means(), "compared": scores.rows}
 
     def _at_a_mark(self) -> bool:
-        """Whether the clock is looked at, which waits for the device."""
+        """True if this step reads the clock, which waits for the device."""
         s = self.settings
         calibrating = self.total is None and self.step in (WARM, CALIBRATION)
         return (
@@ -292,7 +292,7 @@ class _Training:
         )
 
     def _budget(self) -> None:
-        """Turn a time budget into steps once it is known how long one takes; kept at once, so that a resumed run has
+        """Turn a time budget into steps once the time of a step is known; saved at once, so that a resumed run has
         the same."""
         if self.step == WARM:
             self._warm = self.step, self.seconds
@@ -333,13 +333,13 @@ class _Training:
             self.watch.say(f"step {self.step:,}: {', '.join(filter(None, (loss, agreement)))}")
 
     def save(self) -> None:
-        """Keep everything the next step needs."""
+        """Write everything that the next step needs."""
         where = {name: getattr(self, name) for name in _WHERE}
         write_checkpoint(self.checkpoint, self.student, self.optimiser, {"identity": self.identity, "where": where})
         self._saved_at = time.monotonic()
 
     def restore(self) -> None:
-        """Go back to the checkpoint, forgetting what was measured after it."""
+        """Return to the checkpoint and drop later measurements."""
         held = Checkpoint.read(self.checkpoint)
         _refuse_other_run(held.notes["identity"], self.identity, self.checkpoint)
         held.load(self.student, self.optimiser)
@@ -355,14 +355,14 @@ _WHERE = ("step", "tokens", "seconds", "epoch", "index", "micro", "total", "reme
 
 
 class _Clock:
-    """Seconds of training alone; the device has done its work when they are read."""
+    """Seconds of training alone; reading it waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.restart()
 
     def restart(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._began = time.perf_counter()
 
     def lap(self) -> float:
@@ -378,7 +378,7 @@ def _short_of_memory(error: RuntimeError) -> bool:
 
 
 def learning_rate(settings: TrainSettings, step: int, total: int | None) -> float:
-    """Rise in a straight line, then fall along half a cosine."""
+    """Return the learning rate: a linear warm-up, then half a cosine."""
     warmup = settings.warmup if total is None else min(settings.warmup, max(total // 10, 1))
     if step < warmup or total is None:
         return settings.learning_rate * min((step + 1) / warmup, 1.0)
@@ -387,7 +387,7 @@ def learning_rate(settings: TrainSettings, step: int, total: int | None) -> floa
 
 
 def _identity(settings: TrainSettings, material: Material, weights: Weights) -> dict[str, Any]:
-    """Say what a checkpoint belongs to; how often a run saves and measures does not change its weights."""
+    """Return what a checkpoint belongs to; how often a run saves and evaluates does not change its weights."""
     aside = {"record_every", "evaluate_every", "evaluate_batches", "checkpoint_seconds"}
     values = {name: value for name, value in asdict(settings).items() if name not in aside}
     digest = sha256(material.tokens.numpy().data)
@@ -405,9 +405,9 @@ def _identity(settings: TrainSettings, material: Material, weights: Weights) -> 
 def _refuse_other_run(held: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
     other = [name for name in ours if held.get(name) != ours[name]]
     if other:
-        told = ", ".join(f"{name} was {_short(held.get(name))}, now {_short(ours[name])}" for name in other)
+        changed = ", ".join(f"{name} was {_short(held.get(name))}, now {_short(ours[name])}" for name in other)
         raise BadParameter(
-            f"The checkpoint {path} is of another run: {told}. Resume with the same settings, or begin in another "
+            f"The checkpoint {path} is of another run: {changed}. Resume with the same settings, or start in another "
             "folder."
         )
 

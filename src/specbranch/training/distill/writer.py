@@ -1,10 +1,10 @@
-"""The target writes its own training material: it invents questions and answers them, in many rows at once over a
-static cache.
+"""The target writes its own training text: it invents questions and answers them, in many rows at once over a static KV
+cache.
 
-Owns the batch of rows and what each does next; the chat template and the model's arithmetic follow `text` and `models`.
-Invariants: every token that was not given (an opening, the turn to the answer, a prompt of the user's) is the target's
-own choice after all that stands before it in its row; a row that ends its conversation begins the next at once, so that
-shapes never change and no row waits for another; one machine writes the same for the same seed and settings.
+Owns the batch of rows and the next token of each; `text` and `models` own the chat template and the model. Invariants:
+every token that was not given (an opening, the turn to the answer, a user's prompt) is the target's own choice after
+its row. A row that ends its conversation starts the next at once, so shapes never change and no row waits. One machine
+writes the same for the same seed and settings.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WritingTarget:
 
 
 def load_target(arch: Architecture, file: TensorSource, device: str) -> WritingTarget:
-    """Load a target that is to write."""
+    """Load a target for writing."""
     if arch.head_rows_charged is not None:
         raise BadParameter(f"{arch.name} is inflated: its source says the same for less. Name the source here.")
     place = torch.device(device)
@@ -56,14 +56,14 @@ def load_target(arch: Architecture, file: TensorSource, device: str) -> WritingT
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How far the writing has come."""
+    """The progress of the writing."""
 
     tokens: int
     conversations: int  # finished ones
     seconds: float
 
     def show(self, watch: Onlooker, what: str, settings: WriterSettings) -> None:
-        """Tell it to somebody."""
+        """Report the progress."""
         done, of = (self.tokens, settings.tokens) if settings.tokens else (self.seconds, settings.seconds)
         speed = self.tokens / max(self.seconds, 1e-9)
         note = f"{self.tokens:,} tokens, {self.conversations:,} conversations, {speed:,.0f} tokens/s"
@@ -78,7 +78,7 @@ def write(
     watch: Onlooker = silent,
     what: str = "Writing",
 ) -> Material:
-    """Let the target write until time or tokens are spent; with memory for fewer rows than asked for, fewer write."""
+    """Let the target write until time or tokens are used up; with too little memory, fewer rows write."""
     settings = replace(settings, length=target.arch.choose_context(None, most=settings.length))
     script = Script.of(tokenizer, target.arch, settings)
     desk = _fitting_desk(target, script, settings)
@@ -105,7 +105,7 @@ def _spent(settings: WriterSettings, written: Written) -> bool:
 
 
 class _History:
-    """What the rows wrote, step by step, as it comes from the device."""
+    """The tokens of all rows, step by step, as they come from the device."""
 
     def __init__(self) -> None:
         self._tokens: list[Tensor] = []
@@ -113,15 +113,15 @@ class _History:
         self.tokens = self.finished = 0
 
     def add(self, tokens: Tensor, ended: Tensor) -> None:
-        """Take the tokens [steps, rows] and, where a token ends a conversation, the place its answer began; else 0."""
+        """Add tokens [steps, rows] and, where a token ends a conversation, the position at which its answer started;
+        else 0."""
         self._tokens.append(tokens)
         self._ended.append(ended)
         self.tokens += tokens.numel()
         self.finished += int((ended > 0).sum())
 
     def material(self, unfinished: Tensor, about: dict[str, object]) -> Material:
-        """Lay out the conversations row by row; one that is unfinished counts as far as it goes, if its answer has
-        begun."""
+        """Return the conversations row by row; an unfinished one counts if its answer has started."""
         tokens, ended = (torch.cat(pieces).T.contiguous() for pieces in (self._tokens, self._ended))
         ended[:, -1] = torch.where(ended[:, -1] > 0, ended[:, -1], unfinished)
         last = ended.view(-1).nonzero().view(-1)
@@ -134,7 +134,7 @@ class _History:
 
 
 class Desk:
-    """The rows and their state, all on the device: a step feeds one token a row and decides the next."""
+    """The rows and their state, all on the device: a step feeds one token per row and chooses the next."""
 
     def __init__(self, target: WritingTarget, script: Script, settings: WriterSettings) -> None:
         self.settings, self.rows = settings, settings.rows
@@ -150,15 +150,15 @@ class Desk:
         self._step = self._captured() if self.device.type == "cuda" else self._once
 
     def advance(self) -> tuple[Tensor, Tensor]:
-        """Make the settings' number of steps; returns the tokens fed [steps, rows] and where which conversations
-        ended (see _History)."""
+        """Take the settings' number of steps; return the tokens [steps, rows] and the ends of conversations (see
+        _History)."""
         for _ in range(self.settings.steps):
             self._step()
         tokens, ended = self._log.cpu().clone()
         return tokens, ended
 
     def unfinished(self) -> Tensor:
-        """Return where the answer of each row's open conversation begins, if it has one; UNKNOWN_START else [rows]."""
+        """Return the start of the answer in each row's open conversation, else UNKNOWN_START [rows]."""
         # A row that has just restarted holds nothing yet; its last token ended the conversation before and is marked as
         # such.
         return self._state.answer.to("cpu", torch.int32)
@@ -179,7 +179,7 @@ class Desk:
         state.step.zero_()
 
     def _once(self) -> None:
-        """Feed every row's token, note it, and put the next in its place."""
+        """Feed every row's token, record it, and set the next one."""
         state = self._state
         logits = self.model.scores(state.token, state.position)
         ended = self._script.ends_answer[state.token] & (state.position >= state.answer) | (
@@ -192,7 +192,7 @@ class Desk:
         state.step.add_(1).remainder_(self.settings.steps)
 
     def _choose(self, state: _State, logits: Tensor) -> Tensor:
-        """Draw a token a row by Gumbel's trick, which needs no sorting: argmax(logit − T·log E), E exponential; T =
+        """Sample a token per row with the Gumbel trick, without sorting: argmax(logit − T·log E), E exponential; T =
         0 is greedy."""
         answering = state.position + 1 >= state.answer
         temperature = torch.where(answering, self._temperature, self.settings.question_temperature)[:, None].to(
@@ -207,13 +207,13 @@ class Desk:
         return logits.addcmul_(noise, -temperature).masked_fill_(below, -torch.inf).argmax(-1)
 
     def _asked(self, state: _State) -> Tensor:
-        """How many tokens of its own a row's question has, were one chosen now the next; UNKNOWN_START where no
-        question is being written."""
+        """Return the length of each row's question if a token were added now; UNKNOWN_START where no question is being
+        written."""
         own = state.position + 1 - self._script.lengths[state.opening]
         return torch.where((own >= 0) & (state.answer == UNKNOWN_START), own, UNKNOWN_START)
 
     def _go_on(self, state: _State, chosen: Tensor) -> None:
-        """Put each row's next token in place: of its opening, of the way to its answer, or the one chosen."""
+        """Set each row's next token: from its opening, from the turn to its answer, or the chosen one."""
         place, script, asked = state.position + 1, self._script, self._asked(state)
         closes = (asked < UNKNOWN_START) & ((asked >= script.most[state.opening]) | script.closes_question[chosen])
         state.answer.copy_(torch.where(closes, place + script.bridge.numel(), state.answer))
@@ -224,7 +224,7 @@ class Desk:
         state.position.copy_(place)
 
     def _begin_anew(self, state: _State, ended: Tensor) -> None:
-        """Give every row that ended the next openings in line."""
+        """Give every finished row the next opening."""
         turn = state.used + ended.cumsum(0) - 1
         state.opening.copy_(torch.where(ended, turn % self._script.count, state.opening))
         state.token.copy_(torch.where(ended, self._script.openings[state.opening, 0], state.token))
@@ -233,8 +233,7 @@ class Desk:
         state.used.add_(ended.sum())
 
     def _captured(self) -> Callable[[], None]:
-        """Record one step as a CUDA graph, after some that let libraries set themselves up; then begin from the
-        start."""
+        """Capture one step as a CUDA graph, after some warm-up steps; then start again."""
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -252,7 +251,7 @@ class Desk:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Where each row stands; the tensors are changed in place, as a captured step works on these and no others."""
+    """The state of each row; the tensors are changed in place, because a captured step uses exactly these."""
 
     token: Tensor  # [rows] int64, the one to feed
     position: Tensor  # [rows] its place
@@ -283,17 +282,17 @@ class _DeviceScript:
         self.ends_answer = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, ends, True)
 
     def opening_token(self, opening: Tensor, place: Tensor) -> Tensor:
-        """Return what an opening has at a place; anything behind its end."""
+        """Return an opening's token at a position; undefined after its end."""
         return self.openings[opening, place.clamp(max=self.openings.shape[1] - 1)]
 
     def bridge_token(self, answer: Tensor, place: Tensor) -> Tensor:
-        """Return what stands at a place shortly before the answer; anything elsewhere."""
+        """Return the token at a position of the turn to the answer; undefined elsewhere."""
         last = self.bridge.numel() - 1
         return self.bridge[(place - answer + last + 1).clamp(0, last)]
 
 
 def _fitting_desk(target: WritingTarget, script: Script, settings: WriterSettings) -> Desk:
-    """Set up as many of the rows asked for as memory allows, halving."""
+    """Set up as many of the requested rows as memory allows, halving."""
     rows = settings.rows
     while (desk := _desk_or_none(target, script, replace(settings, rows=rows))) is None:
         if rows == 1:
@@ -314,6 +313,6 @@ def _desk_or_none(target: WritingTarget, script: Script, settings: WriterSetting
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # what torch says on a CPU
             raise
-    gc.collect()  # what was set up so far hangs on the error just caught
+    gc.collect()  # the caught error still references what was set up
     torch.cuda.empty_cache()
     return None

@@ -1,4 +1,4 @@
-"""How much a target writes for the training of its draft, and how."""
+"""How much text a target writes for the training of its draft, and how."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from specbranch.errors import BadParameter
 
 LEAST_QUESTION = 3  # tokens, before an end is let through
 LONGEST_QUESTION = 192
-# Writing is kept in pieces of at most this size, so that a kill costs at most one; more pieces than SLICES would take
+# Writing is saved in parts of at most this size, so that a kill costs at most one; more parts than SLICES would take
 # the seeds of the next run's.
 SLICE_SECONDS, SLICE_TOKENS, SLICES = 120.0, 20_000_000, 1000
 
 
 def question_room(length: int) -> int:
-    """Return how many of a conversation's tokens its question may take: a third."""
+    """Return the maximum number of question tokens in a conversation: a third."""
     return max(min(LONGEST_QUESTION, length // 3), LEAST_QUESTION)
 
 
@@ -52,7 +52,7 @@ class WriterSettings:
             raise BadParameter(f"min_p is {self.min_p}; expected more than 0 and at most 1.")
 
     def slices(self) -> list[WriterSettings]:
-        """Cut the writing into pieces of equal size, each with a seed of its own."""
+        """Split the writing into equal parts, each with a seed of its own."""
         wanted = max(math.ceil((self.seconds or 0) / SLICE_SECONDS), math.ceil((self.tokens or 0) / SLICE_TOKENS), 1)
         count = min(wanted, SLICES)
         seconds = None if self.seconds is None else self.seconds / count

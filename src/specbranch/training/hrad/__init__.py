@@ -1,1 +1,1 @@
-"""H-RAD: rounds collected, a predictor trained and judged."""
+"""H-RAD: collect rounds, train a predictor and evaluate it."""

@@ -1,7 +1,7 @@
-"""Collecting labelled rounds: the target reads what it wrote and shows its hidden states, the draft reads it and says
-what it would draft.
+"""Collection of labelled rounds: the target's hidden states over its own text, and the draft's proposals along it.
 
-Owns the reading. Works on any Runner whose hidden states can be reached; needs texts that the target wrote greedily.
+Owns the forwards for this. It works on any Runner with accessible hidden states, and needs texts that the target wrote
+greedily.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MOST_FLOAT16 = 6e4  # what a float16 holds: beyond it, and beyond FARTHEST devia
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a draft says all along an answer, but for its first token: is the next one its first choice, and how sure
-    is it?"""
+    """The draft's proposals along an answer, except its first token: whether its first choice is correct, and its
+    confidence."""
 
     agreed: list[bool]
     confidence: list[float]
@@ -33,16 +33,16 @@ class Said:
 
 
 class Collector:
-    """A target and a draft that read texts together."""
+    """A target and a draft that process the same texts."""
 
     def __init__(self, target: Runner, draft: Runner, *, layers: int, longest: int, rows: int, seed: int = 0) -> None:
-        """`rows`: tokens read in one forward, no more than a cache's tail holds."""
+        """`rows` is the number of tokens per forward, at most what a KV cache's tail holds."""
         self.target, self.draft = reached(target), draft
         self.layers, self.longest, self.rows = layers, longest, rows
         self._lengths = torch.Generator().manual_seed(seed)
 
     def fits(self, text: AnsweredPrompt) -> bool:
-        """Whether both models can read a text, and there is a round in it."""
+        """True if both models can process a text, and it contains a round."""
         most, known = (
             min(getattr(one, name) for one in (self.target, self.draft)) for name in ("context_length", "vocabulary")
         )
@@ -50,17 +50,14 @@ class Collector:
         return len(text.answer) > 1 and len(ids) <= most and max(ids) < known
 
     def shown(self, text: AnsweredPrompt) -> Tensor:
-        """Have the target read a text; returns the hidden states that led to each token of the answer [tokens,
+        """Run the target over a text; return the hidden states that led to each answer token [tokens,
         layers·hidden]."""
         return states_along(self.target, text.prompt, text.answer, self.layers, self.rows)
 
     @torch.inference_mode()
     def rounds(self, text: AnsweredPrompt, number: int, shown: Tensor | None = None) -> LabelledRounds:
-        """Read off the rounds of a text, for one draft length that is drawn for it: what a round begins behind depends
-        on the length.
-
-        `shown` is what the target showed of it, if that was asked before.
-        """
+        """Derive the rounds of a text for one random draft length, because the starts of rounds depend on it.
+        `shown` passes known hidden states."""
         length = int(torch.randint(1, self.longest + 1, (1,), generator=self._lengths))
         said = self._said(text)
         starts = list(walk(said.agreed, length, self.longest))
@@ -84,7 +81,7 @@ class Collector:
         )
 
     def _proposals(self, feed: Feed) -> list[tuple[Proposal, Proposal]]:
-        """Have the draft read some tokens; returns what it proposes after each, by both measures of its confidence."""
+        """Run the draft over some tokens; return its proposals after each, with both measures of confidence."""
         nodes = range(len(feed.tokens))
         top = self.draft.propose([feed], [Ask(ROOT, node) for node in nodes])
         return list(
@@ -92,7 +89,7 @@ class Collector:
         )
 
     def _features(self, text: AnsweredPrompt, starts: Sequence[Start], shown: Tensor) -> Tensor:
-        """What the network reads at each start: what led to its token."""
+        """Return the network's inputs at each start: the hidden states that led to its token."""
         at = [start.at for start in starts]
         found = features(shown[at], [text.answer[n] for n in at], self.target)
         return found.clamp(-MOST_FLOAT16, MOST_FLOAT16).to(torch.float16)
@@ -100,14 +97,13 @@ class Collector:
 
 @torch.inference_mode()
 def states_along(target: Transparent, prompt: Sequence[int], answer: Sequence[int], layers: int, most: int) -> Tensor:
-    """Have a target read a text, `most` tokens at a time; returns the hidden states that led to each token of the
-    answer."""
+    """Run a target over a text, `most` tokens at a time; return the hidden states that led to each answer token."""
     behind = (prompt[-1], *answer[:-1])
     return torch.cat(list(read(target, prompt[:-1], behind, lambda feed: target.show([feed], layers), most)))
 
 
 def _upto(values: Sequence[float], start: Start, longest: int) -> list[float]:
-    """What was said from behind a start up to the first wrong token, filled up with 0."""
+    """Return the values after a start up to the first wrong token, padded with 0."""
     end = min(start.at + 1 + min(start.taken + 1, longest), len(values))
     found = list(values[start.at + 1 : end])
     return found + [0.0] * (longest - len(found))

@@ -1,11 +1,10 @@
-"""What a predictor is held against: other ways to foretell how many tokens of a draft are taken, each as a law of that
+"""Baselines for a predictor: other ways to predict the accepted length of a draft, each as a distribution of that
 length.
 
-Owns the rivals and their comparison. Every one says how likely the draft's next token is taken, place by place, and is
-judged by the logarithm of the chance it gave to what came true (log-loss, in nats a round). They differ in what they
-know: the last round's length and H-RAD speak before anything is drafted, confidence and entropy see the draft's own
-scores place by place, the hybrid sees both. Shares are counted on the rounds that were learned from, on others they are
-judged.
+Owns the baselines and their comparison. Each gives the probability that the draft's next token is accepted, position by
+position. The measure is the log-loss in nats per round. They differ in their inputs: the last round's length and H-RAD
+predict before anything is drafted; confidence and entropy use the draft's own scores; the hybrid uses both. Frequencies
+are counted on training rounds and evaluated on others.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LengthLaw = Callable[[LabelledRounds], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RivalLoss:
-    """Log-loss of one way to foretell, beside the predictor's."""
+    """The log-loss of one baseline, and its difference to the predictor's."""
 
     nats: float
     low: float  # of the difference to H-RAD's, a paired bootstrap over texts: 95 % lie between; above 0 H-RAD is better
@@ -38,8 +37,7 @@ class RivalLoss:
 
 
 def laws(network: Network, learned: LabelledRounds, unseen: LabelledRounds) -> dict[str, LengthLaw]:
-    """Return every way to foretell, fitted to some rounds; the hybrid to others, which the network did not learn
-    from."""
+    """Return every baseline, fitted to some rounds; the hybrid is fitted to others, which the network did not see."""
     h_rad = predicted(network)
     confidence = _by_class(lambda rounds: _class_of(rounds.confidence), len(EDGES) + 1, learned, by_place=False)
     entropy = _by_class(lambda rounds: _class_of(rounds.entropy), len(EDGES) + 1, learned, by_place=False)
@@ -57,7 +55,7 @@ def laws(network: Network, learned: LabelledRounds, unseen: LabelledRounds) -> d
 
 
 def predicted(network: Network) -> LengthLaw:
-    """What a network says."""
+    """Return the predictions of a network."""
 
     def law(rounds: LabelledRounds) -> Tensor:
         with torch.no_grad():
@@ -68,7 +66,8 @@ def predicted(network: Network) -> LengthLaw:
 
 
 def losses(law: LengthLaw, rounds: LabelledRounds) -> Tensor:
-    """The log-loss of each round's length; a length that the text's end cut short counts for what is known of it."""
+    """Return the log-loss of each round's length; a length cut short by the end of the text counts as far as it is
+    known."""
     chances, seen, true = law(rounds), *outcomes(rounds)
     nats = -torch.where(true, chances, 1 - chances).log()
     return (nats * seen).sum(1)
@@ -77,7 +76,7 @@ def losses(law: LengthLaw, rounds: LabelledRounds) -> Tensor:
 def compare(
     found: Mapping[str, LengthLaw], rounds: LabelledRounds, seed: int = 0, draws: int = 2000
 ) -> dict[str, RivalLoss]:
-    """Hold all laws against H-RAD on some rounds, texts drawn again and again."""
+    """Compare all baselines with H-RAD on some rounds, with a bootstrap over texts."""
     nats = {name: losses(law, rounds).double().cpu() for name, law in found.items()}
     texts, owner = torch.unique(rounds.text.cpu(), return_inverse=True)
     count = torch.zeros(texts.numel(), dtype=torch.float64).index_add_(
@@ -99,7 +98,7 @@ def _class_of(values: Tensor) -> Tensor:
 
 
 def _last_class(rounds: LabelledRounds) -> Tensor:
-    """By the round before: there was none, nothing was taken, a few, many."""
+    """Return the class of the previous round: none, nothing accepted, few, many."""
     before = rounds.before
     return torch.where(before == UNKNOWN_LABEL, 0, torch.where(before == 0, 1, torch.where(before <= 3, 2, 3)))
 
@@ -107,7 +106,7 @@ def _last_class(rounds: LabelledRounds) -> Tensor:
 def _by_class(
     classes: Callable[[LabelledRounds], Tensor], many: int, learned: LabelledRounds, by_place: bool = True
 ) -> LengthLaw:
-    """Shares counted by class, and by place where the class is the same all along."""
+    """Return frequencies by class, and by position where the class is the same throughout."""
 
     def index(rounds: LabelledRounds) -> Tensor:
         place = (
@@ -128,10 +127,8 @@ def _by_class(
 
 
 def _hybrid(said: Sequence[LengthLaw], rounds: LabelledRounds) -> LengthLaw:
-    """Put laws together: the log of the odds is a weighted sum of theirs and a shift, at each place of a draft its own.
-
-    It begins as the first of them, and is held near it.
-    """
+    """Combine distributions: the log-odds at each position are a weighted sum of theirs and a shift. It starts as
+    the first one and is regularised towards it."""
     device, longest = rounds.taken.device, rounds.longest
     start = torch.zeros(len(said) + 1, longest, device=device)
     start[0] = 1.0

@@ -1,10 +1,10 @@
-"""Labelled rounds: where rounds of speculative decoding begin in a target's text, and how much of a draft would have
-been taken at each.
+"""Labelled rounds: where rounds of speculative decoding start in a target's text, and how many draft tokens each would
+accept.
 
-Owns the walk and the labels. A greedy text and a draft's first choices along it hold every round a fixed-length method
-would make: from a token of the target's the draft is right for a run of tokens, and the next round begins behind the
-first wrong one. So rounds are read off a text at once instead of being decoded one by one; nothing is trimmed or
-stopped, so a run is cut short only by the text's own end.
+Owns the walk and the labels. A greedy text and the draft's first choices along it contain every round of a fixed-length
+method. From a token of the target, the draft is correct for a run of tokens; the next round starts after the first
+wrong one. So rounds are derived from a text at once instead of being decoded. Drafts have full length, so only the end
+of the text cuts a run short.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN_LABEL = -1  # label of a draft that reaches beyond the text
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a round begins: at the token of an answer with this number, which the target chose."""
+    """The start of a round: the number of an answer token that the target chose."""
 
     at: int
     taken: int  # tokens of the draft behind it that are right, one after the other, as far as looked at
@@ -32,8 +32,8 @@ class Start:
 
 
 def walk(agreed: Sequence[bool], length: int, longest: int) -> Iterator[Start]:
-    """Walk through an answer by rounds of `length` drafted tokens; `agreed[i]`: the draft's first choice is its token
-    i. Runs are told up to `longest`."""
+    """Walk through an answer by rounds of `length` draft tokens; `agreed[i]` says that the draft's first choice is
+    token i. Runs are counted up to `longest`."""
     at, before = 0, UNKNOWN_LABEL
     while at < len(agreed) - 1:
         run = _run(agreed, at + 1, longest)
@@ -49,7 +49,7 @@ def _run(agreed: Sequence[bool], first: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LabelledRounds:
-    """Rounds of many texts, one after the other; the first dimension of everything is theirs."""
+    """Rounds of many texts in sequence; they are the first dimension of every tensor."""
 
     features: Tensor  # [rounds, width]
     taken: Tensor  # int64, see Start
@@ -65,7 +65,7 @@ class LabelledRounds:
 
     @property
     def longest(self) -> int:
-        """How far runs were looked at."""
+        """The maximum counted length of a run."""
         return self.confidence.shape[1]
 
     def where(self, chosen: Tensor) -> Self:
@@ -73,17 +73,17 @@ class LabelledRounds:
         return type(self)(*(getattr(self, one.name)[chosen] for one in fields(self)))
 
     def to(self, device: torch.device) -> Self:
-        """Bring everything to a device."""
+        """Copy everything to a device."""
         return type(self)(*(getattr(self, one.name).to(device) for one in fields(self)))
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """Put several together, in order."""
+        """Concatenate several, in order."""
         return cls(*(torch.cat([getattr(part, one.name) for part in parts]) for one in fields(cls)))
 
     def labels(self) -> Tensor:
-        """The class of each round for each draft length [rounds, longest]; UNKNOWN_LABEL where the text ends before
-        that is decided."""
+        """Return the class of each round for each draft length [rounds, longest]; UNKNOWN_LABEL where the text ends too
+        early."""
         lengths = torch.arange(1, self.longest + 1, device=self.taken.device)
         taken, left = self.taken[:, None], self.left[:, None]
         found = torch.where(taken >= lengths, ALL, torch.where(taken == 0, NONE, SOME))
@@ -92,7 +92,7 @@ class LabelledRounds:
 
 
 def outcomes(rounds: LabelledRounds) -> tuple[Tensor, Tensor]:
-    """Which places of a draft are judged at all, and where the token was taken, each [rounds, longest]."""
+    """Return which positions of a draft are verified, and where the token is accepted, each [rounds, longest]."""
     place = torch.arange(rounds.longest, device=rounds.taken.device)
     true = place < rounds.taken[:, None]
     seen = (place <= rounds.taken[:, None]) & (place < rounds.left[:, None])

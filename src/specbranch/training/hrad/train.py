@@ -1,7 +1,7 @@
-"""Training of a predictor: rounds are dealt out by text, the network learns on most of them, is calibrated on some and
-judged on the rest.
+"""Training of a predictor: rounds are split by text; the network trains on most, is calibrated on some and evaluated on
+the rest.
 
-Owns the recipe. Invariant: no text has rounds in two of the three parts, so what is reported was never seen.
+Owns the recipe. Invariant: no text has rounds in two of the three parts, so the evaluation uses unseen texts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARMING = 0.1  # share of the steps
 
 @dataclass(frozen=True, slots=True)
 class FitSettings:
-    """How the network learns."""
+    """How the network is trained."""
 
     epochs: int = 20
     batch: int = 256
@@ -53,7 +53,7 @@ class FitSettings:
 
 @dataclass(frozen=True, slots=True)
 class DealtRounds:
-    """Rounds dealt out by text."""
+    """Rounds split by text."""
 
     learned: LabelledRounds
     calibrated: LabelledRounds
@@ -62,7 +62,7 @@ class DealtRounds:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A trained network, and how it did on the texts it was calibrated on."""
+    """A trained network, and its loss on the calibration texts."""
 
     network: Network
     epoch: int
@@ -70,12 +70,11 @@ class Fitted:
 
 
 def dealt(rounds: LabelledRounds, seed: int = 0) -> DealtRounds:
-    """Deal rounds out by text."""
+    """Split rounds by text."""
     texts: Tensor = rounds.text.unique()  # type: ignore[no-untyped-call]
     if texts.numel() < LEAST_TEXTS:
         raise BadParameter(
-            f"There are rounds of {texts.numel()} texts; training, calibrating and judging need {LEAST_TEXTS}. Write "
-            "more."
+            f"Rounds of {texts.numel()} texts were found; training and evaluation need {LEAST_TEXTS}. Write more."
         )
     order = texts[torch.randperm(texts.numel(), generator=torch.Generator().manual_seed(seed)).to(texts.device)]
     first = max(round(CALIBRATED * texts.numel()), 1)
@@ -85,8 +84,7 @@ def dealt(rounds: LabelledRounds, seed: int = 0) -> DealtRounds:
 
 
 def fit(parts: DealtRounds, settings: FitSettings, watch: Onlooker = silent) -> Fitted:
-    """Train a network, keep it as it was when it did best on texts it does not learn from, and calibrate it on
-    those."""
+    """Train a network, keep its best state on held-out texts, and calibrate it on those."""
     rounds = parts.learned
     torch.manual_seed(settings.seed)
     network = Network(rounds.features.shape[1], rounds.longest, settings.forgets).to(rounds.features.device)
@@ -97,7 +95,7 @@ def fit(parts: DealtRounds, settings: FitSettings, watch: Onlooker = silent) -> 
 
 
 def learn(network: Network, parts: DealtRounds, settings: FitSettings, watch: Onlooker = silent) -> int:
-    """Go over the rounds again and again, the rate falling to nothing; returns the epoch that is kept."""
+    """Train for all epochs with a decaying learning rate; return the best epoch."""
     rounds, device = parts.learned, parts.learned.features.device
     optimiser = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
     steps = settings.epochs * -(-len(rounds) // settings.batch)
@@ -128,21 +126,21 @@ def learn(network: Network, parts: DealtRounds, settings: FitSettings, watch: On
 
 
 def _pace(done: float) -> float:
-    """The share of the highest rate after a share of the steps: up over the first tenth, then down to nothing."""
+    """Return the learning rate relative to its peak: warm-up over the first tenth of the steps, then decay to 0."""
     if done < WARMING:
         return max(done, 1e-3) / WARMING
     return 0.5 + 0.5 * math.cos(math.pi * min((done - WARMING) / (1 - WARMING), 1.0))
 
 
 def loss_of(scores: Tensor, seen: Tensor, true: Tensor) -> Tensor:
-    """Nats a round: what the lengths of the drafts cost, as far as they are known."""
+    """Return nats per round: the log-loss of the accepted lengths, as far as they are known."""
     each = binary_cross_entropy_with_logits(scores, true.float(), reduction="none")
     return (each * seen).sum() / len(scores)
 
 
 @torch.no_grad()
 def nats(network: Network, rounds: LabelledRounds) -> float:
-    """The same over many rounds."""
+    """Return the same over many rounds."""
     return float(loss_of(_scores(network, rounds), *outcomes(rounds)))
 
 
@@ -152,8 +150,7 @@ def _scores(network: Network, rounds: LabelledRounds) -> Tensor:
 
 
 def calibrate(network: Network, rounds: LabelledRounds) -> None:
-    """Find for each place how scores are to be scaled and shifted so that chances come true as often as they say
-    (Platt)."""
+    """Fit scale and shift of the scores at each position, so that probabilities match frequencies (Platt)."""
     scores = _scores(network, rounds)
     start = torch.stack((torch.ones_like(network.sharpness), torch.zeros_like(network.shift)))
     sharpness, shift = found_near(start, lambda weights: scores * weights[0] + weights[1], rounds)
@@ -162,8 +159,7 @@ def calibrate(network: Network, rounds: LabelledRounds) -> None:
 
 
 def found_near(start: Tensor, scores: Callable[[Tensor], Tensor], rounds: LabelledRounds) -> Tensor:
-    """Find the weights whose scores fit some rounds best, held near where they start: at far places few rounds are
-    left to go by."""
+    """Fit weights to some rounds, regularised towards their start: few rounds reach far positions."""
     seen, true = outcomes(rounds)
     weights = start.clone().requires_grad_()
     optimiser = torch.optim.Adam([weights], lr=0.02)

@@ -1,1 +1,1 @@
-"""What is made for a target and kept in a folder, from names alone: drafts, predictors, models in larger shapes."""
+"""The jobs that train a draft or a predictor and write its folder."""

@@ -1,7 +1,7 @@
-"""A draft for a target, made from nothing but the target: it writes, the draft learns from that, both can be resumed.
+"""The job of `specbranch distill`: the target writes, the draft trains on that text, and both steps can resume.
 
-Owns the order of the work. DIR/training holds what is needed to go on, DIR itself the finished draft. Invariant: what
-cannot be done is refused before the target is read, and a run that was refused leaves nothing to go on with.
+Owns the order of the work. DIR/training holds what a run needs to resume, DIR itself the finished draft. Invariants:
+impossible requests are refused before the target is loaded. A refused run leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from specbranch.training.making.writing import Fetch, WritingJob
 
 log = logging.getLogger("specbranch")
 
-DRAFT_SECONDS, DRAFT_ROWS = 120.0, 1024  # of the writing, unless told
+DRAFT_SECONDS, DRAFT_ROWS = 120.0, 1024  # defaults of the writing
 SEEDS = 2**53  # so many of them leave room for the slices'
 HELD_OUT, HELD_OUT_LEAST = 0.02, 32  # share of the conversations that is not trained on; at least so many, up to …
 HELD_OUT_MOST = 0.25  # … this share
@@ -42,7 +42,7 @@ HELD_OUT_MOST = 0.25  # … this share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftJob(WritingJob):
-    """What was asked for; nothing: what is usual on the device."""
+    """The request; None stands for the device's default."""
 
     layers: int
     start: tuple[int, ...] | None = None  # of the target's layers; nothing: at equal distances
@@ -67,7 +67,7 @@ class DraftJob(WritingJob):
             raise BadParameter(f"--seed is {self.seed}; expected {-SEEDS} to {SEEDS}.")
 
     def training(self, arch: Architecture) -> TrainSettings:
-        """How the draft learns."""
+        """Return how the draft is trained."""
         usual_rows = 8 if self.place == "cpu" else 64
         if self.head_tokens is not None and not 1 <= self.head_tokens < arch.vocabulary:
             raise BadParameter(
@@ -98,7 +98,7 @@ class DraftJob(WritingJob):
 
 
 def make_draft(job: DraftJob, fetch: Fetch, watch: Onlooker) -> dict[str, Any]:
-    """Write, train and save; returns what there is to say of the draft, or of the material where no more was asked."""
+    """Write, train and save; return the figures of the draft, or of the text with `only_write`."""
     plan = _plan(job, fetch)
     with plan.folder.claimed(job.resume):
         target = load_target(plan.arch, plan.file, plan.device)
@@ -112,7 +112,7 @@ def make_draft(job: DraftJob, fetch: Fetch, watch: Onlooker) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Everything that was decided before the first token is written."""
+    """All decisions before the first token is written."""
 
     job: DraftJob
     device: str
@@ -126,7 +126,7 @@ class _Plan:
 
 
 def _plan(job: DraftJob, fetch: Fetch) -> _Plan:
-    """Refuse what cannot be done."""
+    """Check the request and return the plan."""
     device, source = job.place, fetch(job.target)
     if (made := made_model(source)) is not None:
         raise BadParameter(
@@ -148,7 +148,7 @@ def _plan(job: DraftJob, fetch: Fetch) -> _Plan:
 
 
 def _written(plan: _Plan, target: WritingTarget, watch: Onlooker) -> Material:
-    """Return what the target wrote, having it written first where it is not there yet."""
+    """Return the target's text; let it write what is missing."""
     slices = plan.writing.slices()
     parts = []
     for number, settings in enumerate(slices):
@@ -160,7 +160,7 @@ def _written(plan: _Plan, target: WritingTarget, watch: Onlooker) -> Material:
 
 
 def _given(plan: _Plan, path: Path) -> Material:
-    """Return material that is there; what cannot be trained on is refused, another target than this one is told."""
+    """Return existing material; refuse what cannot be trained on, and report another target."""
     found, name = material_in(path), plan.folder.target
     if not len(found):
         raise BadParameter(
@@ -182,7 +182,7 @@ def _trained(plan: _Plan, target: WritingTarget, material: Material, watch: Onlo
 
 
 def _saved(plan: _Plan, done: Trained, material: Material) -> dict[str, Any]:
-    """Write the draft; returns what there is to say of it."""
+    """Write the draft; return its figures."""
     out, training = plan.job.out, plan.training
     layers = [block.weights() for block in done.student.blocks if isinstance(block, TrainedLayer)]
     weights = DraftWeights(layers, done.student.norm, done.student.head_ids)

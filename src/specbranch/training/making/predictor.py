@@ -1,7 +1,8 @@
-"""H-RAD for a pair, made from nothing but the pair: the target writes greedily, both read it, a network learns.
+"""The job of `specbranch train-predictor`: the target writes greedily, both models process the text, and a network is
+trained.
 
-Owns the order of the work. Invariant: what is learned from was written by this target, greedily, as a label is only
-right where the target would say the same again.
+Owns the order of the work. Invariant: the training text was written greedily by this target, because a label is correct
+only if the target would write the same again.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from specbranch.training.hrad.rounds import LabelledRounds
 from specbranch.training.hrad.train import DealtRounds, FitSettings, Fitted, dealt, fit
 from specbranch.training.making.writing import Fetch, WritingJob
 
-PREDICTOR_SECONDS, WRITING_ROWS = 30.0, 512  # of the writing, unless told
+PREDICTOR_SECONDS, WRITING_ROWS = 30.0, 512  # defaults of the writing
 PREDICTOR_ROWS = 512  # tokens read in one forward
-SHOWN_LENGTH = 8  # draft length that the figures and the picture tell of
+SHOWN_LENGTH = 8  # draft length of the figures and the chart
 TASKS = (*KIND_NAMES, GIVEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorJob(WritingJob):
-    """What was asked for; nothing: what is usual on the device."""
+    """The request; None stands for the device's default."""
 
     draft: str
     texts: int = 2000
@@ -68,7 +69,7 @@ class PredictorJob(WritingJob):
 
     @property
     def choices(self) -> tuple[ModelChoice, ModelChoice]:
-        """Target and draft, as they read."""
+        """Return the choices of target and draft."""
         target, draft = (
             ModelChoice(name, device=self.place, tail=PREDICTOR_ROWS, shorten=True)
             for name in (self.target, self.draft)
@@ -77,7 +78,7 @@ class PredictorJob(WritingJob):
 
 
 def make_predictor(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Predictor:
-    """Write, read, train and save."""
+    """Write, collect, train and save."""
     material = written(job, fetch, watch)
     predictor = trained(job, read_rounds(job, material, watch), watch)
     save(predictor, job.out)
@@ -85,7 +86,7 @@ def make_predictor(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Predicto
 
 
 def written(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Material:
-    """Return what the target wrote, greedily; what is given is refused where it was written otherwise."""
+    """Return the target's greedy text; refuse given material that was written otherwise."""
     device, source = job.place, fetch(job.target)
     if job.material is not None:
         return _checked(job, job.material, source)
@@ -111,12 +112,12 @@ def _checked(job: PredictorJob, path: Path, source: str) -> Material:
 
 
 def read_rounds(job: PredictorJob, material: Material, watch: Onlooker) -> LabelledRounds:
-    """Read rounds off the answers."""
+    """Derive rounds from the answers."""
     collector = load_collector(job, load_runner(job.choices[0]))
     texts = [text for text in written_texts(job, material) if collector.fits(text)][: job.texts]
     if not texts:
         raise BadParameter(
-            "The target wrote nothing that both models can read. Let it write longer, with --seconds-writing."
+            "The target wrote no text that fits both models. Let it write longer, with --seconds-writing."
         )
     made = []
     for number, text in enumerate(texts):
@@ -126,7 +127,7 @@ def read_rounds(job: PredictorJob, material: Material, watch: Onlooker) -> Label
 
 
 def load_collector(job: PredictorJob, target: Runner) -> Collector:
-    """Load the draft beside a target, to read with it."""
+    """Load the draft next to a target, to collect rounds."""
     choice, draft = job.choices
     drafter = make_drafter(draft, common_vocabulary(load_tokenizer(choice), draft), target)
     return Collector(
@@ -135,7 +136,7 @@ def load_collector(job: PredictorJob, target: Runner) -> Collector:
 
 
 def written_texts(job: PredictorJob, material: Material) -> list[AnsweredPrompt]:
-    """Take what was written apart."""
+    """Split the material into prompts and answers."""
     kind = _kinds(job, material)
     found = []
     for index in range(len(material)):
@@ -145,7 +146,7 @@ def written_texts(job: PredictorJob, material: Material) -> list[AnsweredPrompt]
 
 
 def _kinds(job: PredictorJob, material: Material) -> Callable[[Sequence[int]], int]:
-    """Return what tells the number of a text's kind."""
+    """Return a function that gives the number of a text's kind."""
     source = fetched(ModelChoice(job.target))
     length = int(material.about.get("settings", {}).get("length", job.writing_length))
     arch, _ = open_model(locate(source))
@@ -155,7 +156,7 @@ def _kinds(job: PredictorJob, material: Material) -> Callable[[Sequence[int]], i
 
 
 def trained(job: PredictorJob, rounds: LabelledRounds, watch: Onlooker) -> Predictor:
-    """Train, calibrate and judge."""
+    """Train, calibrate and evaluate."""
     parts = dealt(rounds.to(torch.device(job.place)), job.fit.seed)
     start = time.monotonic()
     fitted = fit(parts, job.fit, watch)
@@ -198,7 +199,7 @@ def _provenance(job: PredictorJob, parts: DealtRounds, seconds: float) -> dict[s
 
 
 def save(predictor: Predictor, out: Path) -> None:
-    """Write a predictor, and a picture of whether its chances came true."""
+    """Write a predictor and the chart of its calibration."""
     predictor.save(out)
     figures = predictor.about.figures
     lines = [ChartLine("as said", [(0.0, 0.0), (1.0, 1.0)], dashed=True, colour=7)]
@@ -208,5 +209,5 @@ def save(predictor: Predictor, out: Path) -> None:
         f"Do chances come true? Drafts of {figures['length']} tokens, {figures['rounds']} rounds that were not learned "
         "from"
     )
-    picture = line_chart(title, lines, "chance told", "share that came true", y_from_zero=True)
+    picture = line_chart(title, lines, "predicted probability", "observed frequency", y_from_zero=True)
     write_durably(out / "report.svg", picture.encode())

@@ -1,4 +1,4 @@
-"""What jobs have in common for which a target writes: what may be asked of its writing, and what is usual."""
+"""The settings of jobs for which a target writes: options and defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritingJob:
-    """What was asked for; nothing: what is usual on the device."""
+    """The request; None stands for the device's default."""
 
     target: str
     out: Path
@@ -33,7 +33,7 @@ class WritingJob:
         return chosen_device(self.device)
 
     def writing(self, seconds: float, rows: int, seed: int) -> WriterSettings:
-        """How the target writes; usual are so many seconds, and so many rows on a GPU."""
+        """Return how the target writes, with default seconds and, on a GPU, default rows."""
         usual_rows = CPU_ROWS if self.place == "cpu" else rows
         return WriterSettings(
             seconds=seconds if self.seconds_writing is None and self.tokens is None else self.seconds_writing,

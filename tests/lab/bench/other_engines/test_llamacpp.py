@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from specbranch.cli.main import run
-from specbranch.lab.bench.lab import Lab, Workload
-from specbranch.lab.bench.llamacpp import LlamaCpp, built_with, told
+from specbranch.lab.bench.other_engines.llamacpp import LlamaCpp, built_with, turn_stats
+from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
 from specbranch.lab.suites.suite import Prompt
 
 PROMPT = Prompt("count", "", ("Repeat after me: one two three one two three one two three one two three.",))
@@ -17,7 +17,7 @@ PROMPT = Prompt("count", "", ("Repeat after me: one two three one two three one 
 
 def test_what_llamacpp_tells_is_turned_into_what_the_bench_reads() -> None:
     timings = {"prompt_n": 7, "prompt_ms": 250.0, "predicted_n": 21, "predicted_ms": 500.0}
-    plain = told(timings)
+    plain = turn_stats(timings)
     assert plain == {
         "tokens": 21,
         "ttft_seconds": 0.25,
@@ -26,8 +26,8 @@ def test_what_llamacpp_tells_is_turned_into_what_the_bench_reads() -> None:
         "target_forwards": 20,
         "tokens_per_forward": 1.0,
     }
-    assert told({**timings, "draft_n": 12, "draft_n_accepted": 10})["tokens_per_forward"] == 2.0
-    assert told({**timings, "predicted_n": 1, "predicted_ms": 0.0})["tokens_per_second"] is None
+    assert turn_stats({**timings, "draft_n": 12, "draft_n_accepted": 10})["tokens_per_forward"] == 2.0
+    assert turn_stats({**timings, "predicted_n": 1, "predicted_ms": 0.0})["tokens_per_second"] is None
 
 
 def test_its_features_are_told() -> None:
@@ -40,15 +40,15 @@ def test_a_folder_is_refused_before_anything_runs(
     asked = ["--target", pair[0], "--methods", "llamacpp", "--no-tune", "--out", str(tmp_path / "out")]
     assert run(["bench", "run", *asked]) == 2
     err = capsys.readouterr().err
-    assert "llama.cpp runs GGUF files only" in err and "out of --methods" in err
+    assert "llama.cpp runs only GGUF files" in err and "out of --methods" in err
 
 
 @pytest.mark.slow
 @pytest.mark.default_model
 def test_llamacpp_answers_within_the_task_and_much_as_we_do(default_model: Path, tmp_path: Path) -> None:
-    with Lab(target=str(default_model), folder=tmp_path) as lab:
-        record = lab.records(PROMPT, Workload(max_tokens=24))[0]
-        theirs = LlamaCpp(lab)
+    with RecordedPair(target=str(default_model), folder=tmp_path) as recorded:
+        record = recorded.records(PROMPT, Workload(max_tokens=24))[0]
+        theirs = LlamaCpp(recorded)
         for method in ("llamacpp", "llamacpp-ngram"):
             tokens, found = theirs.answer(method, record)
             assert 0 < found["tokens"] <= 24 and found["decode_seconds"] > 0 and found["ttft_seconds"] > 0

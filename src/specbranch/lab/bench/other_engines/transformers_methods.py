@@ -1,16 +1,16 @@
-"""Transformers' own ways of decoding, with the same weights: `generate`, assisted generation and prompt lookup.
+"""Transformers' own decoding methods on the same weights: `generate`, assisted generation and prompt lookup.
 
-Owns the models transformers runs and the clock around it. They are loaded when first asked for, on our target's device
-and in its precision, and run in this process, so with as many threads; every other choice is transformers' own (20
-drafted tokens a round, ended where the assistant is less than 0.4 sure) or, for prompt lookup, its documentation's (10
-tokens). Greedy at temperature 0; above it transformers draws by its own noise, so that no text can be held against
-ours. Invariant: nothing of a model's own generation settings is used, and what is timed begins with the prompt as token
-ids and ends with the last token.
+Owns the models that transformers runs, and their timing. A model is loaded at its first answer, on our target's device
+and in its precision, and runs in this process with the same threads. All else is transformers' default (20 draft tokens
+a round, ended below a confidence of 0.4) or, for prompt lookup, the value of its documentation (10 tokens). Decoding is
+greedy at temperature 0. Above it transformers samples with its own random numbers, so texts cannot be compared with
+ours. Invariants: a model's own generation settings are ignored. Timing starts with the prompt as token ids and ends
+with the last token.
 
-An assistant made by `specbranch distill` is our target's class with the draft's layers and last norm, and the target's
-own embedding and head. A reduced head scores only its own tokens, all others being −∞, as in our engine; its weights,
-if stored in int8, are spread out to the target's precision, because transformers has no kernel for them. Inflated
-models, and what drafts beside them, are run on our own weights, where they lie (`models.mirror`).
+A draft made by `specbranch distill` becomes an assistant of our target's class. It has the draft's layers and last
+norm, and the target's embedding and head. A reduced head scores only its own tokens and gives −∞ to all others, as in
+our engine. Weights stored in int8 are expanded to the target's precision, because transformers has no kernel for them.
+Inflated models and their drafts run on our own weights, in place (`transformers_weights`).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedModel
 
-    from specbranch.lab.bench.lab import Lab
+    from specbranch.lab.bench.recorded_pair import RecordedPair
     from specbranch.models.drafts.draft_folder import DraftFile
 
-LOOKED_UP = 10  # tokens a round of prompt lookup, as transformers' documentation has it
+LOOKED_UP = 10  # tokens per round of prompt lookup, as in transformers' documentation
 
 
 def check_target(name: str) -> None:
-    """Raise, before anything is run, if transformers lacks what it needs for a target."""
+    """Raise, before anything runs, if transformers cannot run a target."""
     if is_inflation(name):
-        from specbranch.lab.bench.mirror import refuse_other_families
+        from specbranch.lab.bench.other_engines.transformers_weights import refuse_other_families
         from specbranch.models.files.locate import locate
         from specbranch.models.loading import open_model
 
@@ -57,13 +57,13 @@ def check_target(name: str) -> None:
 
 
 class Transformers:
-    """Answers the prompts of records as transformers would."""
+    """Answers the prompts of records with transformers."""
 
-    def __init__(self, lab: Lab) -> None:
-        self._llm, self._models = lab.llm, lab.models
+    def __init__(self, recorded: RecordedPair) -> None:
+        self._llm, self._models = recorded.llm, recorded.models
 
     def answer(self, method: str, record: Record) -> tuple[tuple[int, ...], dict[str, Any]]:
-        """Answer a record's prompt; returns the tokens and what is told of the turn."""
+        """Answer a record's prompt; return the tokens and the statistics of the turn."""
         import torch
 
         model: Any = self.target
@@ -77,17 +77,17 @@ class Transformers:
                 prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, streamer=watch, **options
             )
         tokens = tuple(ids[0, prompt.shape[1] :].tolist())
-        return tokens, watch.told(len(tokens))
+        return tokens, watch.stats(len(tokens))
 
     @cached_property
     def target(self) -> PreTrainedModel:
-        """Our target, as transformers runs it; an inflated one's weights are in memory alone, and both run on them."""
+        """Our target as a model of transformers; an inflated one shares our weights in memory."""
         name = self._models[0]
         return self._mirrored(self._llm.target_runner) if is_inflation(name) else self._load(name)
 
     @cached_property
     def assistant(self) -> PreTrainedModel:
-        """Our draft, likewise."""
+        """Our draft as a model of transformers, likewise."""
         name = self._models[1]
         if name is None:
             raise BadParameter(
@@ -109,14 +109,13 @@ class Transformers:
 
     def _options(self, method: str) -> dict[str, Any]:
         if method not in TRANSFORMERS:
-            raise unknown("method from outside", method, TRANSFORMERS)
+            raise unknown("method of transformers", method, TRANSFORMERS)
         if method == "hf-assisted":
             return {"assistant_model": self.assistant}
         return {"lookup": LOOKED_UP} if method == "hf-lookup" else {}
 
     def _settings(self, record: Record, looked_up: int | None) -> GenerationConfig:
-        """Ask for what the record's task asks for; whatever transformers would add by default besides is switched
-        off."""
+        """Return the generation settings of the record's task; transformers' other defaults are switched off."""
         from transformers import GenerationConfig
 
         params = record.task.params
@@ -136,7 +135,7 @@ class Transformers:
     def _load(self, name: str) -> PreTrainedModel:
         from specbranch.models.runners.transformers_runner import load_transformers
 
-        with _in_silence(), redirect_stderr(io.StringIO()):  # bars of its own, in the middle of ours
+        with _in_silence(), redirect_stderr(io.StringIO()):  # its progress bars would disturb ours
             loaded = load_transformers(fetched(ModelChoice(name)), device=self._device, dtype=self._dtype, shorten=True)
         return _plain(loaded.model)
 
@@ -151,7 +150,7 @@ class Transformers:
         return worker.runner
 
     def _mirrored(self, runner: Any) -> PreTrainedModel:
-        from specbranch.lab.bench.mirror import as_transformers
+        from specbranch.lab.bench.other_engines.transformers_weights import as_transformers
 
         return _plain(as_transformers(runner.decoder))
 
@@ -175,17 +174,17 @@ class Transformers:
 
 
 def _gpu(tensor: torch.Tensor) -> list[int]:
-    """Return whose noise is to be put back besides the CPU's."""
+    """Return the devices whose random state must be restored, besides the CPU."""
     return [tensor.get_device()] if tensor.is_cuda else []
 
 
 def assistant_of(target: PreTrainedModel, draft: DraftFile) -> PreTrainedModel:
-    """Put a distilled draft together as a model of the target's class."""
+    """Build a distilled draft as a model of the target's class."""
     config = deepcopy(target.config)
     config.num_hidden_layers = len(draft.info.layers)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer] for layer in draft.info.layers]
-    config.tie_word_embeddings = False  # both are put in by hand
+    config.tie_word_embeddings = False  # both are set below
     family: Any = type(target)
     model = family(config).to(device=target.device, dtype=target.dtype)
     own = {name: draft.tensor(name) for name in model.state_dict() if name in draft}
@@ -199,7 +198,7 @@ def assistant_of(target: PreTrainedModel, draft: DraftFile) -> PreTrainedModel:
 
 
 def _head(target: PreTrainedModel, draft: DraftFile) -> torch.nn.Module:
-    """Return the target's head, or the rows of it that a reduced head has, spread over the whole vocabulary."""
+    """Return the target's head; for a reduced head, its rows spread over the whole vocabulary."""
     import torch
 
     from specbranch.models.files.head_columns import Columns
@@ -222,7 +221,7 @@ def _head(target: PreTrainedModel, draft: DraftFile) -> torch.nn.Module:
 
 
 def _plain(model: PreTrainedModel) -> PreTrainedModel:
-    """Forget what a model's folder says about sampling: the task alone decides."""
+    """Drop a model's own sampling settings: the task alone decides."""
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
@@ -230,38 +229,37 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class _TokenClock:
-    """A streamer that only looks at the clock: transformers gives it the prompt, then tokens as they come, one or
-    several at a time."""
+    """A streamer that records times. Transformers passes it the prompt, then one or several tokens at a time."""
 
     def __init__(self) -> None:
         self.forwards = 0
-        self._before_first = 0  # forwards up to the first token: they read the prompt
+        self._before_first = 0  # forwards up to the first token: the prefill
         self._times: list[float] = []
 
     def start(self) -> None:
-        """Begin."""
+        """Start the clock."""
         self._times = [time.perf_counter()]
 
     def put(self, tokens: object) -> None:
-        """Note when tokens came; the first call brings the prompt back."""
+        """Record when tokens arrived; the first call passes the prompt."""
         self._times.append(time.perf_counter())
         if len(self._times) == 3:
             self._before_first = self.forwards
 
     def end(self) -> None:
-        """Nothing to close."""
+        """Do nothing; there is nothing to close."""
 
-    def told(self, tokens: int) -> dict[str, Any]:
-        """Return what the bench reads of a turn.
+    def stats(self, tokens: int) -> dict[str, Any]:
+        """Return the statistics of a turn.
 
-        Where a first round brings several tokens, as drafting beside the reading of the prompt does, all but one count
-        as decoded without taking time: that is in transformers' favour, by less than a round.
+        If the first round yields several tokens, all but one count as decoded in no time. That favours transformers, by
+        less than a round.
         """
-        begun, _, first, *_ = self._times
+        start, _, first, *_ = self._times
         decode, forwards = self._times[-1] - first, self.forwards - self._before_first
         return {
             "tokens": tokens,
-            "ttft_seconds": first - begun,
+            "ttft_seconds": first - start,
             "decode_seconds": decode,
             "tokens_per_second": (tokens - 1) / decode if decode > 0 else None,
             "target_forwards": forwards,
@@ -271,8 +269,7 @@ class _TokenClock:
 
 @contextmanager
 def _in_silence() -> Iterator[None]:
-    """Keep transformers from warning of what it does itself: its assistant is asked in a way that it calls
-    deprecated."""
+    """Suppress transformers' warnings about its own deprecated calls."""
     import logging as levels
 
     from transformers.utils import logging
@@ -287,7 +284,7 @@ def _in_silence() -> Iterator[None]:
 
 @contextmanager
 def _counted(model: PreTrainedModel) -> Iterator[_TokenClock]:
-    """Count the model's forwards meanwhile."""
+    """Count the model's forwards."""
     watch = _TokenClock()
 
     def count(*_: object) -> None:

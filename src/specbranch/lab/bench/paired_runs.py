@@ -1,10 +1,8 @@
-"""Benches carried out: every method on the same prompts, by the wall clock or from records by a profile, one
-measurement at a time.
+"""The runs of a bench: every method on the same prompts, by the wall clock or replayed from records by a profile.
 
-Owns the order of the runs. Invariants: what is in the store is not written again, and a replay that was interrupted
-ends with the rows of one that was not; by the wall clock methods take turns on each prompt, so that whatever the
-machine does besides is shared by all, and the first run of each is dropped; a replay that strays from its record stops
-it all.
+Owns the order of the runs. Invariants: a run in the store is never repeated, and an interrupted replay ends with the
+rows of an uninterrupted one. By the wall clock the methods take turns on each prompt, so that all share the other load
+of the machine; the first run of each is dropped. A replay that differs from its record stops the bench.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.lab.bench.clocks import Clock
-from specbranch.lab.bench.lab import Lab, Workload
 from specbranch.lab.bench.methods import LLAMACPP, Setting
-from specbranch.lab.bench.prompt_runs import PromptRun, RunStore, output_digest
+from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
+from specbranch.lab.bench.run_store import PromptRun, RunStore, output_digest
 from specbranch.lab.recheck.repeat import repeat
 from specbranch.lab.replay.pricing import has_fixed_decisions
 from specbranch.lab.replay.record import Record
@@ -29,7 +27,7 @@ from specbranch.progress import StepsDone
 
 
 class AskedPrompt(NamedTuple):
-    """A prompt of a suite, and how it is to be answered."""
+    """A prompt of a suite, and the workload to answer it with."""
 
     workload: Workload
     suite: Suite
@@ -39,13 +37,13 @@ class AskedPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairRuns:
-    """What to run with one pair: settings may differ by clock, as baselines are tuned for each."""
+    """The runs of one pair. Settings may differ by clock, because baselines are tuned for each."""
 
     suites: tuple[Suite, ...]
     workloads: tuple[Workload, ...]
     settings: tuple[Setting, ...]
     repeats: int = 1
-    outside: int | None = None  # methods from outside are slow: they get so many prompts of each suite; None: all
+    outside: int | None = None  # prompts of each suite for methods of other engines, which are slow; None: all
 
     @property
     def asked(self) -> list[AskedPrompt]:
@@ -58,45 +56,45 @@ class PairRuns:
         ]
 
 
-class Outside(Protocol):
-    """A way to answer that is not this engine's."""
+class OtherEngine(Protocol):
+    """A method of another engine."""
 
     def answer(self, method: str, record: Record) -> tuple[tuple[int, ...], dict[str, Any]]:
-        """Answer a record's prompt; returns the tokens and what is told of the turn."""
+        """Answer a record's prompt; return the tokens and the statistics of the turn."""
         ...
 
 
-NOBODY: Mapping[str, Outside] = MappingProxyType({})
+NOBODY: Mapping[str, OtherEngine] = MappingProxyType({})
 
 
-def record_all(lab: Lab, runs: PairRuns, progress: StepsDone) -> None:
-    """Have the target answer whatever it has not answered before."""
-    lab.record([(asked.prompt, asked.workload) for asked in runs.asked], progress)
+def record_all(recorded: RecordedPair, runs: PairRuns, progress: StepsDone) -> None:
+    """Let the target answer the prompts that it has not answered before."""
+    recorded.record([(asked.prompt, asked.workload) for asked in runs.asked], progress)
 
 
-def replay(lab: Lab, runs: PairRuns, clock: Clock, store: RunStore, progress: StepsDone) -> None:
-    """Run every setting from the records, charged by a profile.
+def replay(recorded: RecordedPair, runs: PairRuns, clock: Clock, store: RunStore, progress: StepsDone) -> None:
+    """Replay every setting from the records, with time charged by a profile.
 
-    A planned method decides by what it learned from the prompts before. So where a prompt of it is missing, those that
-    are done are replayed again, to learn from, which is quick: the draft's words are remembered.
+    A planned method decides by what it learned from earlier prompts. If one of its prompts is missing, the finished
+    ones are replayed too, so that it learns the same. This is fast, because the draft's proposals are stored.
     """
-    store.refuse_another(_blank(lab, runs.asked[0], runs.settings[0], clock))
+    store.refuse_another(_blank(recorded, runs.asked[0], runs.settings[0], clock))
     done = store.done
     # One experience of each setting for all prompts, as in an LLM.
-    known = {setting.config: Experience(clock.profile, lab.draft is not None) for setting in runs.settings}
-    blanks = [[(_blank(lab, asked, setting, clock), setting) for setting in runs.settings] for asked in runs.asked]
+    known = {setting.config: Experience(clock.profile, recorded.draft is not None) for setting in runs.settings}
+    blanks = [[(_blank(recorded, asked, setting, clock), setting) for setting in runs.settings] for asked in runs.asked]
     learning = {setting for line in blanks for blank, setting in line if blank.key not in done and setting.plans}
     for number, (asked, line) in enumerate(zip(runs.asked, blanks, strict=True)):
-        progress(f"Replaying {lab.pair} by {clock.name}", number, len(blanks))
+        progress(f"Replaying {recorded.pair} by {clock.name}", number, len(blanks))
         wanted = [(blank, setting) for blank, setting in line if blank.key not in done or setting in learning]
         if wanted:
-            for made in _replayed(lab, lab.records(asked.prompt, asked.workload), wanted, clock, known):
+            for made in _replayed(recorded, recorded.records(asked.prompt, asked.workload), wanted, clock, known):
                 if made.key not in done:
                     store.append(made)
 
 
 def _replayed(
-    lab: Lab,
+    recorded: RecordedPair,
     records: Sequence[Record],
     wanted: list[tuple[PromptRun, Setting]],
     clock: Clock,
@@ -106,7 +104,7 @@ def _replayed(
     for record in records:
         for lines, (_, setting) in zip(turns, wanted, strict=True):
             assert setting.config is not None and clock.profile is not None
-            stats = lab.replays.stats(record, setting.config, clock.profile, known[setting.config])
+            stats = recorded.replays.stats(record, setting.config, clock.profile, known[setting.config])
             lines.append(stats.summary())
     text = output_digest(record.tokens for record in records)  # replays are checked against it
     for lines, (blank, _) in zip(turns, wanted, strict=True):
@@ -114,49 +112,52 @@ def _replayed(
 
 
 def measure(
-    lab: Lab, runs: PairRuns, store: RunStore, progress: StepsDone, outside: Mapping[str, Outside] = NOBODY
+    recorded: RecordedPair,
+    runs: PairRuns,
+    store: RunStore,
+    progress: StepsDone,
+    outside: Mapping[str, OtherEngine] = NOBODY,
 ) -> None:
-    """Run every setting by the wall clock, method by method on each prompt, the order turned by one from prompt to
-    prompt."""
+    """Run every setting by the wall clock; the order of methods rotates by one from prompt to prompt."""
     rounds = [(turn, asked) for turn in range(runs.repeats) for asked in runs.asked]
-    store.refuse_another(_blank(lab, runs.asked[0], runs.settings[0], Clock()))
+    store.refuse_another(_blank(recorded, runs.asked[0], runs.settings[0], Clock()))
     done, warm = store.done, set[str]()
     for number, (turn, asked) in enumerate(rounds):
-        progress(f"Measuring {lab.pair}", number, len(rounds))
-        records = lab.records(asked.prompt, asked.workload)
+        progress(f"Measuring {recorded.pair}", number, len(rounds))
+        records = recorded.records(asked.prompt, asked.workload)
         turned = number % len(runs.settings)
         for setting in (*runs.settings[turned:], *runs.settings[:turned]):
-            blank = replace(_blank(lab, asked, setting, Clock()), repeat=turn)
+            blank = replace(_blank(recorded, asked, setting, Clock()), repeat=turn)
             beyond = setting.config is None and runs.outside is not None and asked.at >= runs.outside
             if blank.key in done or beyond:
                 continue
             if setting.method not in warm:
-                _answer(lab, setting, records[0], outside)
+                _answer(recorded, setting, records[0], outside)
                 warm.add(setting.method)
-            answers = [_answer(lab, setting, record, outside) for record in records]
+            answers = [_answer(recorded, setting, record, outside) for record in records]
             output = output_digest(tokens for tokens, _ in answers)
             store.append(replace(blank, turns=tuple(line for _, line in answers), output=output))
 
 
 def _answer(
-    lab: Lab, setting: Setting, record: Record, outside: Mapping[str, Outside]
+    recorded: RecordedPair, setting: Setting, record: Record, outside: Mapping[str, OtherEngine]
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     if setting.config is None:
         return outside[setting.method].answer(setting.method, record)
     task = record.task
-    output = repeat(lab.llm.using(speculative=setting.config), task.prompt, task.params, task.seed)
+    output = repeat(recorded.llm.using(speculative=setting.config), task.prompt, task.params, task.seed)
     return tuple(output.token_ids), output.stats
 
 
-def _blank(lab: Lab, asked: AskedPrompt, setting: Setting, clock: Clock) -> PromptRun:
-    """A run that was not made yet."""
+def _blank(recorded: RecordedPair, asked: AskedPrompt, setting: Setting, clock: Clock) -> PromptRun:
+    """Return a run without its results."""
     rule = "match" if setting.config is None else setting.config.rule
-    # In half precision and with stored weights transformers rounds otherwise than we do, and near-ties fall otherwise.
+    # In half precision and with stored weights transformers rounds differently, and near-ties may fall differently.
     # llama.cpp always does.
-    exact = asked.workload.temperature == 0 and lab.llm.weights in ("float32", "float64")
+    exact = asked.workload.temperature == 0 and recorded.llm.weights in ("float32", "float64")
     exact = exact and setting.method not in LLAMACPP
     return PromptRun(
-        pair=lab.pair,
+        pair=recorded.pair,
         suite=asked.suite.name,
         method=setting.method,
         temperature=asked.workload.temperature,
@@ -167,23 +168,23 @@ def _blank(lab: Lab, asked: AskedPrompt, setting: Setting, clock: Clock) -> Prom
         output="",
         clock=clock.name,
         rule=rule if setting.config is not None or exact else "other",
-        setting=setting.shown | _predictor(lab, setting),
-        models=lab.digest,
+        setting=setting.shown | _predictor(recorded, setting),
+        models=recorded.digest,
         charges=clock.profile.digest if clock.profile is not None else "",
         devices=clock.profile.devices if clock.profile is not None and setting.drafts else 1,
     )
 
 
-def _predictor(lab: Lab, setting: Setting) -> dict[str, Any]:
-    """Which predictor a setting goes by, if it goes by one."""
+def _predictor(recorded: RecordedPair, setting: Setting) -> dict[str, Any]:
+    """Return the predictor that a setting uses, if any."""
     if not setting.heeds_signals:
         return {}
-    return {"predictor": lab.forecasts.predictor.digest[:8] if lab.forecasts is not None else "none"}
+    return {"predictor": recorded.forecasts.predictor.digest[:8] if recorded.forecasts is not None else "none"}
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayCheck:
-    """How a sample of live runs compares with its replay."""
+    """The agreement of a sample of live runs with their replay."""
 
     runs: int
     same_text: int
@@ -191,9 +192,8 @@ class ReplayCheck:
     same_counts: int  # counted runs that drafted, accepted and verified exactly as much
 
 
-def check_replay(lab: Lab, runs: PairRuns, clock: Clock, most: int = 8) -> ReplayCheck:
-    """Repeat a sample of replays with both models, to see that they agree; texts must, counts may differ where two
-    drafts nearly tie."""
+def check_replay(recorded: RecordedPair, runs: PairRuns, clock: Clock, most: int = 8) -> ReplayCheck:
+    """Repeat a sample of replays with both models. Texts must agree; counts may differ if two drafts nearly tie."""
     possible = [
         setting for setting in runs.settings if setting.config is not None and setting.config.policy != "oracle"
     ]
@@ -201,10 +201,10 @@ def check_replay(lab: Lab, runs: PairRuns, clock: Clock, most: int = 8) -> Repla
     prompts = [suite.prompts[0] for suite in runs.suites]
     same_text = counted = same_counts = tried = 0
     for prompt, setting in islice(zip(cycle(prompts), cycle(settings), strict=False), most):
-        record = lab.records(prompt, runs.workloads[0])[0]
+        record = recorded.records(prompt, runs.workloads[0])[0]
         assert setting.config is not None and clock.profile is not None
-        replayed = lab.replays.stats(record, setting.config, clock.profile).summary()
-        tokens, live = _answer(lab, setting, record, NOBODY)
+        replayed = recorded.replays.stats(record, setting.config, clock.profile).summary()
+        tokens, live = _answer(recorded, setting, record, NOBODY)
         tried += 1
         same_text += tokens == record.tokens
         if has_fixed_decisions(setting.config):

@@ -1,8 +1,7 @@
-"""A pair at the bench: its target answers each prompt once, and both models are asked only what they were never asked
-before.
+"""A loaded pair and its records: the target answers each prompt once, and replays reuse what both models computed.
 
-Owns the loaded pair and the folder of what it said. Invariant: every method is given the same prompts, those of plain
-decoding: where a conversation goes on, the answers before are the target's own.
+Owns the loaded pair and the folder of its records. Invariant: every method gets the same prompts as plain decoding; in
+a conversation, the earlier answers are the target's own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from specbranch.engine import LLM
 from specbranch.errors import BadParameter, ModelError
 from specbranch.hrad.forecaster import ON
 from specbranch.hrad.predictor import Predictor
-from specbranch.lab.bench.subjects import Running, pair_title, told_of
+from specbranch.lab.bench.pair_setup import Running, model_facts, pair_title
 from specbranch.lab.measure.loaded_pair import cached_in, precision, stored_in
 from specbranch.lab.replay.decode import ReplayedModel
 from specbranch.lab.replay.pricing import ReplayedMethods
@@ -40,23 +39,23 @@ log = logging.getLogger("specbranch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What decides a text besides the prompt and the target."""
+    """The values that decide a text, besides the prompt and the target."""
 
     temperature: float = 0.0
     max_tokens: int = 128
     seed: int = 0
 
     def params(self) -> SamplingParams:
-        """Return how tokens are drawn."""
+        """Return the sampling parameters."""
         return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
 
     def seed_of(self, prompt: Prompt, turn: int) -> int:
-        """Return a seed of the prompt's own, the same every time."""
+        """Return the seed of a prompt's turn, the same every time."""
         return int.from_bytes(sha256(f"{self.seed} {prompt.digest} {turn}".encode()).digest()[:7], "little")
 
 
-class Lab:
-    """A loaded pair, its records and its draft's memory; to be closed."""
+class RecordedPair:
+    """A loaded pair, its records and the stored proposals of its draft; call `close` at the end."""
 
     def __init__(
         self,
@@ -71,16 +70,19 @@ class Lab:
         context_length: int | None = None,
         texts: Path | None = None,
     ) -> None:
-        """`predictor`: what H-RAD is, for policy "paper", instead of the pair's own. Unless `keep_experience` is true,
-        nothing that was learned before takes part. `title`: what results call the pair; `running`: where and how it
-        runs; `texts`: what another target said, in its folder of records, is taken for what this one says."""
+        """Load the pair.
+
+        `predictor` replaces the pair's own H-RAD predictor for policy "paper". Unless `keep_experience` is true,
+        nothing learned earlier takes part. `title` names the pair in the results; `running` says where and how it runs.
+        `texts` is the folder of records of another target, whose texts are replayed as this target's.
+        """
         target, draft = chosen_models(pair, target, draft)
         running = running or Running()
         self.pair = title or pair_title(pair, target, draft)
         self.models = target, draft
-        self.folder = folder or cache_folder() / "lab"  # of records, of what the models said, and of searches
-        self._running, self._texts = running.told(), texts
-        with ExitStack() as opened:  # if something fails, what was opened before it is closed
+        self.folder = folder or cache_folder() / "lab"  # of records, stored proposals and searches
+        self._running, self._texts = running.not_default(), texts
+        with ExitStack() as opened:  # on failure, close what was opened before
             self.llm = opened.enter_context(
                 LLM(
                     target,
@@ -95,13 +97,17 @@ class Lab:
                         context_length=context_length,
                         predictor=predictor,
                         keep_experience=keep_experience,
-                        prefix_cache=False,  # every run reads its prompt, so the TTFT is that of a whole prefill
+                        prefix_cache=False,  # every run prefills its prompt, so that TTFT is comparable
                     ),
                 )
             )
-            self.identity = {**told_of("target", target), "target_identity": identity(target), **running.told()}
+            self.identity = {
+                **model_facts("target", target),
+                "target_identity": identity(target),
+                **running.not_default(),
+            }
             if draft is not None:
-                self.identity |= {**told_of("draft", draft), "draft_identity": identity(draft)}
+                self.identity |= {**model_facts("draft", draft), "draft_identity": identity(draft)}
             known = self._known("target_identity", self.llm.target_runner)
             self._records = Records(self.folder / "records", known, texts and texts / "records")
             self.draft = self._remembering(draft, opened)
@@ -113,12 +119,12 @@ class Lab:
 
     @property
     def digest(self) -> str:
-        """Tells target and draft, and where and how they run, from others, in a few characters."""
+        """A short digest of target and draft, and of where and how they run."""
         names = sorted(name for name in self.identity if name.endswith("identity") or name in self._running)
         return sha256(" ".join(str(self.identity[name]) for name in names).encode()).hexdigest()[:16]
 
     def records(self, prompt: Prompt, workload: Workload) -> list[Record]:
-        """Return what the target says, turn by turn; what is not there yet is recorded now."""
+        """Return the target's answers, turn by turn; record those that are missing."""
         messages: list[dict[str, Any]] = []
         found: list[Record] = []
         for turn, words in enumerate(prompt.turns):
@@ -131,14 +137,14 @@ class Lab:
     def _made(self, task: Task, prompt: Prompt) -> Record:
         if self._texts is not None:
             raise BadParameter(
-                f"--texts {self._texts} holds no text for prompt {prompt.id}: expected what a target said to it in the "
-                "same words, at the same --temperature, --max-tokens and --context. Record it there, or leave --texts "
+                f"--texts {self._texts} holds no text for prompt {prompt.id}: expected a target's answer to the "
+                "same prompt, at the same --temperature, --max-tokens and --context. Record it there, or leave --texts "
                 "out."
             )
         return self._records.make(task, self.llm)
 
     def record(self, asked: Sequence[tuple[Prompt, Workload]], progress: StepsDone) -> list[Record]:
-        """Return what the target says to each of some prompts, telling how far it has come."""
+        """Return the target's answers to several prompts, with progress."""
         found: list[Record] = []
         for done, (prompt, workload) in enumerate(asked):
             progress("Recording the target", done, len(asked))
@@ -147,12 +153,12 @@ class Lab:
         return found
 
     def has_room_for(self, prompt: Prompt, workload: Workload) -> bool:
-        """Whether prompt and answers fit the target's context."""
+        """True if prompt and answers fit the target's context."""
         asked = len(self.llm.tokenizer.chat(conversation(prompt.turns)))
         return asked + len(prompt.turns) * workload.max_tokens <= self.llm.context_length
 
     def close(self) -> None:
-        """Let go of models and files."""
+        """Release models and files."""
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -177,15 +183,14 @@ class Lab:
         return ReplayedModel(f"{known} {self.identity['target_identity']}", memory, worker.runner)
 
     def _known(self, name: str, runner: Runner) -> str:
-        """By what a model's words are kept: weights, keys and values that are rounded have a text of their own."""
+        """Return the key for a model's outputs; rounded weights or a rounded KV cache have their own."""
         stored, cached = stored_in(runner), cached_in(runner)
         rounded = [stored] if stored in ("stored", "int8", "int4") else []
         rounded += [f"{cached}-cache"] if cached != precision(runner) else []
         return "-".join((str(self.identity[name]), *rounded))
 
     def _foretelling(self, given: str | None, draft: str | None) -> RecordedSignals | None:
-        """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as
-        everywhere."""
+        """Return H-RAD's signals for the records. Without a predictor, policy "paper" uses confidence alone."""
         folder = Path(given) if given is not None else predictor_folder(draft)
         if folder is None or draft is None:
             return None
@@ -207,5 +212,5 @@ class Lab:
         return Task(tuple(tokenizer.chat(messages)), workload.params(), seed, tuple(tokenizer.eos_ids))
 
     def _said(self, record: Record) -> list[int]:
-        """The answer without the token that ended it."""
+        """Return the answer without its end token."""
         return [token for token in record.tokens if token not in record.task.eos_ids]

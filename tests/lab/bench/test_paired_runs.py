@@ -16,14 +16,14 @@ from specbranch.clock.shipped import load_profile
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
-from specbranch.lab.bench import run as running
+from specbranch.lab.bench import paired_runs as running
 from specbranch.lab.bench.aggregate import rows_of
 from specbranch.lab.bench.clocks import Clock
-from specbranch.lab.bench.lab import Lab, Workload
 from specbranch.lab.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
+from specbranch.lab.bench.paired_runs import PairRuns, check_replay, measure, record_all, replay
 from specbranch.lab.bench.presets import ABLATION
-from specbranch.lab.bench.prompt_runs import RunStore
-from specbranch.lab.bench.run import PairRuns, check_replay, measure, record_all, replay
+from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
+from specbranch.lab.bench.run_store import RunStore
 from specbranch.lab.recheck.repeat import repeat
 from specbranch.lab.replay.record import Record
 from specbranch.lab.replay.runners import ProposalStore
@@ -40,8 +40,8 @@ SETTINGS = tuple(default_setting(name, {"num_speculative_tokens": 3}) for name i
 
 
 @pytest.fixture(scope="module")
-def lab(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with Lab(target=pair[0], draft=pair[1], folder=tmp_path_factory.mktemp("lab")) as made:
+def recorded(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedPair]:
+    with RecordedPair(target=pair[0], draft=pair[1], folder=tmp_path_factory.mktemp("lab")) as made:
         yield made
 
 
@@ -55,17 +55,17 @@ def nothing(what: str, done: int, of: int) -> None:
 
 @pytest.mark.parametrize("temperature", tiered((0.0, 0.8), (0.8).__eq__))
 def test_replays_count_what_live_runs_on_the_same_clock_count(
-    lab: Lab, pair: tuple[str, str], temperature: float
+    recorded: RecordedPair, pair: tuple[str, str], temperature: float
 ) -> None:
     workload = Workload(temperature=temperature, max_tokens=24)
     with LLM(*pair, options={"clock": "c5", "prefix_cache": False}) as live:
         for setting in SETTINGS:
             assert setting.config is not None and C5.profile is not None
             known = Experience(C5.profile)  # the LLM has one of its own for each setting
-            for record in lab.records(TALK.prompts[0], workload):
+            for record in recorded.records(TALK.prompts[0], workload):
                 view, task = live.using(speculative=setting.config), record.task
                 output = repeat(view, task.prompt, task.params, task.seed)
-                replayed = lab.replays.decoder(record).decode(setting.config, C5.profile, experience=known)
+                replayed = recorded.replays.decoder(record).decode(setting.config, C5.profile, experience=known)
                 assert tuple(output.token_ids) == record.tokens
                 assert output.stats == _about(replayed.summary()), setting.method
 
@@ -86,10 +86,10 @@ class Parrot:
         return record.tokens, {"tokens": len(record.tokens), "ttft_seconds": 0.1, "decode_seconds": 1.0}
 
 
-def test_methods_from_outside_may_answer_fewer_prompts(lab: Lab, tmp_path: Path) -> None:
+def test_methods_from_outside_may_answer_fewer_prompts(recorded: RecordedPair, tmp_path: Path) -> None:
     settings, outside = tuple(map(default_setting, ("autoregressive", "hf-generate"))), Parrot()
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
-        measure(lab, replace(job(settings), outside=1), store, nothing, {"hf-generate": outside})
+        measure(recorded, replace(job(settings), outside=1), store, nothing, {"hf-generate": outside})
     rows = {(row.suite, row.method): row for row in rows_of(store.runs)}
     assert {key: row.prompts for key, row in rows.items()} == {
         ("code", "autoregressive"): 2,
@@ -101,14 +101,14 @@ def test_methods_from_outside_may_answer_fewer_prompts(lab: Lab, tmp_path: Path)
     assert all(row.lossless and row.speedup for row in rows.values())
 
 
-def test_the_second_turn_is_asked_after_the_targets_own_first_answer(lab: Lab) -> None:
-    first, second = lab.records(TALK.prompts[0], Workload(max_tokens=24))
-    text = lab.llm.tokenizer.decode(second.task.prompt)
-    answer = lab.llm.tokenizer.decode([token for token in first.tokens if token not in first.task.eos_ids])
+def test_the_second_turn_is_asked_after_the_targets_own_first_answer(recorded: RecordedPair) -> None:
+    first, second = recorded.records(TALK.prompts[0], Workload(max_tokens=24))
+    text = recorded.llm.tokenizer.decode(second.task.prompt)
+    answer = recorded.llm.tokenizer.decode([token for token in first.tokens if token not in first.task.eos_ids])
     assert "Tell me of herons." in text and "And of reeds?" in text and answer.strip() in text
 
 
-def test_every_prompt_has_a_seed_of_its_own_that_stays(lab: Lab) -> None:
+def test_every_prompt_has_a_seed_of_its_own_that_stays(recorded: RecordedPair) -> None:
     workload = Workload(temperature=0.8)
     seeds = [workload.seed_of(prompt, turn) for prompt in (*CODE.prompts, *TALK.prompts) for turn in (0, 1)]
     assert len(set(seeds)) == 6 and seeds == [
@@ -118,10 +118,12 @@ def test_every_prompt_has_a_seed_of_its_own_that_stays(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_a_replayed_bench_has_a_row_for_each_method_and_suite_and_all_are_lossless(lab: Lab, tmp_path: Path) -> None:
-    record_all(lab, job(), nothing)
+def test_a_replayed_bench_has_a_row_for_each_method_and_suite_and_all_are_lossless(
+    recorded: RecordedPair, tmp_path: Path
+) -> None:
+    record_all(recorded, job(), nothing)
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
-        replay(lab, job(), C5, store, nothing)
+        replay(recorded, job(), C5, store, nothing)
         rows = rows_of(store.runs)
     assert {(row.suite, row.method) for row in rows} == {
         (suite, s.method) for suite in ("code", "talk") for s in SETTINGS
@@ -131,10 +133,12 @@ def test_a_replayed_bench_has_a_row_for_each_method_and_suite_and_all_are_lossle
 
 
 @pytest.mark.slow
-def test_a_replay_that_was_interrupted_ends_with_the_rows_of_one_that_was_not(lab: Lab, tmp_path: Path) -> None:
+def test_a_replay_that_was_interrupted_ends_with_the_rows_of_one_that_was_not(
+    recorded: RecordedPair, tmp_path: Path
+) -> None:
     planned = tuple(default_setting(name) for name in ("autoregressive", "specbranch", "tree", "auto"))
     with RunStore(tmp_path / "whole.jsonl", {}) as store:
-        replay(lab, job(planned), C5, store, nothing)
+        replay(recorded, job(planned), C5, store, nothing)
         whole = list(store.runs)
     for cut in range(1, len(whole)):  # also in the middle of a prompt
         path = tmp_path / f"{cut}.jsonl"
@@ -142,27 +146,29 @@ def test_a_replay_that_was_interrupted_ends_with_the_rows_of_one_that_was_not(la
             for measurement in whole[:cut]:
                 store.append(measurement)
         with RunStore(path, {}) as store:
-            replay(lab, job(planned), C5, store, nothing)
+            replay(recorded, job(planned), C5, store, nothing)
             assert store.runs == whole, cut
 
 
 @pytest.mark.slow
-def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_the_store_is_not_replayed_again(
+    recorded: RecordedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "runs.jsonl"
     with RunStore(path, {}) as store:
-        replay(lab, replace(job(), suites=(CODE,)), C5, store, nothing)
+        replay(recorded, replace(job(), suites=(CODE,)), C5, store, nothing)
         kept = len(store.runs)
     replayed: list[tuple[str, str]] = []
     real = running._replayed
     monkeypatch.setattr(
         running,
         "_replayed",
-        lambda lab, records, wanted, *rest: (
-            replayed.extend((b.prompt, s.method) for b, s in wanted) or real(lab, records, wanted, *rest)
+        lambda recorded, records, wanted, *rest: (
+            replayed.extend((b.prompt, s.method) for b, s in wanted) or real(recorded, records, wanted, *rest)
         ),
     )  # type: ignore[func-returns-value]
     with RunStore(path, {}) as store:
-        replay(lab, job(), C5, store, nothing)
+        replay(recorded, job(), C5, store, nothing)
         assert len(store.runs) == kept + len(SETTINGS)
     assert {method for prompt, method in replayed if prompt == "t1"} == {s.method for s in SETTINGS}
     # they learn from it
@@ -173,21 +179,23 @@ def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, mo
     }
     replayed.clear()
     with RunStore(path, {}) as store:
-        replay(lab, job(), C5, store, nothing)
+        replay(recorded, job(), C5, store, nothing)
     assert not replayed, "nothing was missing"
 
 
 def test_by_the_wall_clock_methods_take_turns_and_the_first_run_is_dropped(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: RecordedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
     real = running._answer
     monkeypatch.setattr(
-        running, "_answer", lambda lab, setting, *rest: order.append(setting.method) or real(lab, setting, *rest)
+        running,
+        "_answer",
+        lambda recorded, setting, *rest: order.append(setting.method) or real(recorded, setting, *rest),
     )  # type: ignore[func-returns-value]
     two = (default_setting("autoregressive"), default_setting("speculative"))
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
-        measure(lab, PairRuns((CODE,), (Workload(max_tokens=12),), two, repeats=2), store, nothing)
+        measure(recorded, PairRuns((CODE,), (Workload(max_tokens=12),), two, repeats=2), store, nothing)
         kept = [(m.repeat, m.prompt, m.method) for m in store.runs]
         assert all(row.lossless and row.repeats == 2 for row in rows_of(store.runs))
     first, second = "autoregressive", "speculative"
@@ -197,18 +205,18 @@ def test_by_the_wall_clock_methods_take_turns_and_the_first_run_is_dropped(
 
 
 def test_a_run_that_says_something_else_is_not_lossless(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: RecordedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = running._answer
 
-    def liar(lab: Lab, setting: Setting, record: Any, outside: Any) -> Any:
-        tokens, line = real(lab, setting, record, outside)
+    def liar(recorded: RecordedPair, setting: Setting, record: Any, outside: Any) -> Any:
+        tokens, line = real(recorded, setting, record, outside)
         return ((*tokens[:-1], 7), line) if setting.method == "speculative" else (tokens, line)
 
     monkeypatch.setattr(running, "_answer", liar)
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
         measure(
-            lab,
+            recorded,
             PairRuns(
                 (CODE,),
                 (Workload(max_tokens=12),),
@@ -223,17 +231,17 @@ def test_a_run_that_says_something_else_is_not_lossless(
 
 
 @pytest.mark.slow
-def test_a_sample_of_replays_repeated_with_both_models_agrees(lab: Lab) -> None:
-    agreement = check_replay(lab, job(), C5, most=6)  # of six settings with a draft two plan by the clock
+def test_a_sample_of_replays_repeated_with_both_models_agrees(recorded: RecordedPair) -> None:
+    agreement = check_replay(recorded, job(), C5, most=6)  # of six settings with a draft two plan by the clock
     assert (agreement.runs, agreement.same_text, agreement.counted, agreement.same_counts) == (6, 6, 4, 4)
 
 
-def test_two_settings_of_a_planned_method_learn_apart(lab: Lab, tmp_path: Path) -> None:
+def test_two_settings_of_a_planned_method_learn_apart(recorded: RecordedPair, tmp_path: Path) -> None:
     both = (default_setting("specbranch", {"without": ["lookup"]}), default_setting("specbranch"))
     found = []
     for settings in (both, both[1:]):
         with RunStore(tmp_path / f"{len(settings)}.jsonl", {}) as store:
-            replay(lab, job(settings), C5, store, nothing)
+            replay(recorded, job(settings), C5, store, nothing)
             found.append([one for one in store.runs if not one.setting])
     assert found[0] == found[1] and found[0]
 
@@ -264,14 +272,16 @@ def test_a_lab_that_cannot_be_opened_lets_go_of_what_was(
     note(ProposalStore)
     (tmp_path / "targets").write_text("no folder")
     with pytest.raises(BadParameter, match="cannot be used"):
-        Lab(target=pair[0], draft=pair[1], folder=tmp_path)
+        RecordedPair(target=pair[0], draft=pair[1], folder=tmp_path)
     assert closed == [ProposalStore, LLM], "the draft's memory, and both models"
 
 
-def test_texts_of_others_are_taken_and_none_is_made_up(lab: Lab, pair: tuple[str, str], tmp_path: Path) -> None:
+def test_texts_of_others_are_taken_and_none_is_made_up(
+    recorded: RecordedPair, pair: tuple[str, str], tmp_path: Path
+) -> None:
     short, long = Workload(max_tokens=24), Workload(max_tokens=25)
-    said = [record.tokens for record in lab.records(TALK.prompts[0], short)]
-    with Lab(target=pair[0], draft=pair[1], folder=tmp_path, texts=lab.folder) as other:
+    said = [record.tokens for record in recorded.records(TALK.prompts[0], short)]
+    with RecordedPair(target=pair[0], draft=pair[1], folder=tmp_path, texts=recorded.folder) as other:
         assert [record.tokens for record in other.records(TALK.prompts[0], short)] == said
         with pytest.raises(BadParameter, match=r"holds no text for prompt t1.*--max-tokens"):
             other.records(TALK.prompts[0], long)
@@ -317,7 +327,7 @@ def test_a_name_may_leave_parts_out_and_set_something_else() -> None:
         ("specbranch-leaves", "part of a policy"),
         ("specbranch:paper-trees", "has no part 'trees'"),
         ("specbranch:paper@stop_below", "expected @SETTING=VALUE"),
-        ('specbranch@method="pearl"', "sets 'method' behind '@'"),
+        ('specbranch@method="pearl"', "sets 'method' after '@'"),
         ("specbranch@colour=3", "speculative setting"),
         ("spec-branch", "Unknown method"),
     ],
@@ -328,10 +338,10 @@ def test_a_name_that_makes_no_sense_is_a_sentence(name: str, words: str) -> None
 
 
 @pytest.mark.slow
-def test_every_setting_of_the_ablation_can_be_run(lab: Lab) -> None:
+def test_every_setting_of_the_ablation_can_be_run(recorded: RecordedPair) -> None:
     settings = tuple(default_setting(name) for name in ABLATION)
     assert len({(setting.method, str(setting.shown)) for setting in settings}) == len(settings)
-    decoder = lab.replays.decoder(lab.records(CODE.prompts[0], Workload(max_tokens=24))[0])
+    decoder = recorded.replays.decoder(recorded.records(CODE.prompts[0], Workload(max_tokens=24))[0])
     for setting in settings:
         decoder.decode(setting.config, C5.profile)
 
@@ -344,11 +354,11 @@ def test_forecasts_along_a_record_are_those_of_the_live_target_and_are_kept(
     config = {"method": "specbranch", "policy": "paper", "num_speculative_tokens": 4, "stop_below": 0.1}
     settings = (default_setting("specbranch:paper", config), default_setting("specbranch:paper-hrad", config))
     for _ in range(2):  # the second time nothing is read
-        with Lab(target=pair[0], draft=pair[1], folder=tmp_path / "lab", predictor=str(predictor)) as lab:
-            agreement = check_replay(lab, job(settings), C5)
+        with RecordedPair(target=pair[0], draft=pair[1], folder=tmp_path / "lab", predictor=str(predictor)) as recorded:
+            agreement = check_replay(recorded, job(settings), C5)
             assert (agreement.same_text, agreement.same_counts) == (agreement.runs, agreement.counted) == (8, 8)
-            record = lab.records(CODE.prompts[0], Workload(max_tokens=24))[0]
-            decoder = lab.replays.decoder(record)
+            record = recorded.records(CODE.prompts[0], Workload(max_tokens=24))[0]
+            decoder = recorded.replays.decoder(record)
             one, other = (decoder.decode(setting.config, C5.profile) for setting in settings)
             assert (one.drafted, one.dropped) != (other.drafted, other.dropped), "signals made no difference"
     assert len(list((tmp_path / "lab" / "forecasts").glob("*/*.npy"))) == 1

@@ -1,8 +1,7 @@
-"""One prompt answered once by one method, and the file in which such runs are kept as soon as they are done.
+"""One prompt answered once by one method (`PromptRun`), and the file that keeps such runs (`RunStore`).
 
-Owns `PromptRun` and its line of JSON. Invariant: a run that was appended is there after a kill; a last line that was
-cut off is dropped when the file is opened again, and any other damage is an error that names the line; one process
-writes at a time.
+Owns the JSON line of a run. Invariants: an appended run survives a kill. Opening the file drops an incomplete last
+line; any other damage is an error that names the line. Only one process writes at a time.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ RunKey = tuple[str, str, str, str, float, str, str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRun:
-    """A prompt-run. `turns` holds what `Stats.summary` says of each turn; a method from outside gives at least tokens,
-    ttft_ and decode_seconds."""
+    """A prompt run. `turns` holds `Stats.summary` of each turn; another engine gives at least tokens, ttft_seconds and
+    decode_seconds."""
 
     pair: str
     suite: str
@@ -49,13 +48,13 @@ class PromptRun:
 
     @property
     def key(self) -> RunKey:
-        """What tells this run from every other one."""
+        """The values that distinguish this run from every other."""
         setting = setting_text(self.setting)
         return (self.pair, self.suite, self.clock, self.method, self.temperature, setting, self.prompt, self.repeat)
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it is plain decoding in this engine, which the others are held against."""
+        """True for plain decoding in this engine, the reference of all others."""
         return self.method == BASELINE
 
     @classmethod
@@ -69,15 +68,15 @@ class PromptRun:
 
 
 def output_digest(turns: Iterable[Sequence[int]]) -> str:
-    """Return a short name of token ids, turn by turn: equal for equal tokens."""
+    """Return a short digest of token ids, turn by turn; equal tokens give equal digests."""
     return hashlib.sha256(json.dumps([list(turn) for turn in turns]).encode()).hexdigest()[:16]
 
 
 class RunStore:
-    """The runs of one bench in a file of JSON lines, under a header that says what was asked for."""
+    """The runs of one bench in a file of JSON lines, under a header with the plan."""
 
     def __init__(self, path: Path, plan: Mapping[str, Any]) -> None:
-        """Open or make the file; one that was made for another plan is refused."""
+        """Open or create the file; refuse a file with another plan."""
         self.path = path
         self.plan = json.loads(json.dumps(plan))  # as it will be read back
         self.runs: list[PromptRun] = []
@@ -90,7 +89,7 @@ class RunStore:
             ) from None
         except OSError as error:
             raise BadParameter(
-                f"The runs cannot be kept in {path} ({error}). Name another folder with --out."
+                f"The runs cannot be written to {path} ({error}). Name another folder with --out."
             ) from error
         if self._file.tell() == 0:
             self._write({"format": RUNS_FORMAT, "version": RUNS_VERSION, "plan": self.plan})
@@ -101,7 +100,7 @@ class RunStore:
         return {one.key for one in self.runs}
 
     def refuse_another(self, like: PromptRun) -> None:
-        """Raise if runs of the same pair or clock are held that were made with other models, or charged otherwise."""
+        """Raise if the store holds runs of the same pair with other models, or of the same clock with other charges."""
         for held in self.runs:
             if held.pair == like.pair and held.models != like.models:
                 raise self._refused(f"of other models under the name {like.pair}")
@@ -112,12 +111,12 @@ class RunStore:
         return BadParameter(f"{self.path.parent} holds runs {runs}. Name a new folder with --out{otherwise}.")
 
     def append(self, run: PromptRun) -> None:
-        """Keep a finished run, at once."""
+        """Write a finished run at once."""
         self._write(asdict(run))
         self.runs.append(run)
 
     def close(self) -> None:
-        """Close the file; what was appended is in it already."""
+        """Close the file; every appended run is already in it."""
         self._file.close()
         self._lock.release()
 
@@ -152,7 +151,7 @@ class RunStore:
         self._refuse_other_prompts()
 
     def _refuse_other_prompts(self) -> None:
-        """Raise if runs are held of other prompts under the name of a suite that is to be run."""
+        """Raise if the store holds runs of other prompts under the name of a requested suite."""
         held: dict[str, dict[str, None]] = {}  # the digests of each suite, in the order they were run
         for one in self.runs:
             held.setdefault(one.suite, {})[one.digest] = None
@@ -162,7 +161,7 @@ class RunStore:
 
 
 def _without_torn_end(path: Path) -> list[bytes]:
-    """Return the lines that were written to their end, and cut off what came after them."""
+    """Return the complete lines, and cut off what follows them."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
@@ -173,24 +172,24 @@ def _without_torn_end(path: Path) -> list[bytes]:
 
 def _check_header(header: Mapping[str, Any], plan: Mapping[str, Any], path: Path) -> None:
     if header.get("format") != RUNS_FORMAT:
-        raise BadParameter(f"{path} is no file of bench runs. Give another folder with --out.")
+        raise BadParameter(f"{path} is not a file of bench runs. Give another folder with --out.")
     if header.get("version") != RUNS_VERSION:
         raise BadParameter(
-            f"{path} has version {header.get('version')!r}; this specbranch goes on with version {RUNS_VERSION}. "
+            f"{path} has version {header.get('version')!r}; this specbranch resumes version {RUNS_VERSION}. "
             "Use a new --out."
         )
     before = header.get("plan", {})
     other = [name for name in sorted(before.keys() | plan.keys()) if not _goes_on(before.get(name), plan.get(name))]
     if other:
-        told = "; ".join(f"{name} was {_short(before.get(name))}, now {_short(plan.get(name))}" for name in other)
+        changed = "; ".join(f"{name} was {_short(before.get(name))}, now {_short(plan.get(name))}" for name in other)
         raise BadParameter(
-            f"{path} was begun with other settings ({told}). Use the same to go on with it, or a new --out to begin "
-            "afresh."
+            f"{path} was started with other settings ({changed}). Use the same settings to resume, or a new --out to "
+            "start again."
         )
 
 
 def _goes_on(before: Any, now: Any) -> bool:
-    """Whether what is asked for goes on with what was: the same, or of suites others, and more or fewer of the same
+    """True if a plan continues an earlier one: equal values, and for suites other ones, or more or fewer of the same
     prompts."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         return bool(before == now)
@@ -200,14 +199,14 @@ def _goes_on(before: Any, now: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """A setting in few words: of suites, their names and how many prompts each has."""
+    """Return a setting in few words; for suites, their names and numbers of prompts."""
     if isinstance(value, dict):
         return ", ".join(f"{len(prompts)} of {name}" for name, prompts in value.items())
     return repr(value)
 
 
 def _read(line: bytes, number: int, path: Path, kind: Callable[[dict[str, Any]], T]) -> T:
-    """Read one line of JSON as what it is to be, naming it if it is not."""
+    """Parse one JSON line; an error names the line."""
     try:
         value = json.loads(line)
         if not isinstance(value, dict):
@@ -215,5 +214,5 @@ def _read(line: bytes, number: int, path: Path, kind: Callable[[dict[str, Any]],
         return kind(value)
     except (KeyError, TypeError, ValueError) as error:
         raise BadParameter(
-            f"{path}, line {number} is damaged ({error}). Remove that line, or begin afresh in another folder."
+            f"{path}, line {number} is damaged ({error}). Remove that line, or start again in another folder."
         ) from None

@@ -1,9 +1,7 @@
-"""A decoder of ours as transformers runs it, on the same memory: for comparisons with models whose weights lie in no
-file.
+"""Our decoder as a model of transformers, on the same memory: for models whose weights are in no file.
 
-Owns the way from our weights to transformers' names. Invariant: no weight is held twice, and both score the same
-tokens: rows of the output head that mean none are computed and cut off, as in our engine, and a reduced head leaves −∞
-at all other tokens.
+Owns the mapping from our weights to transformers' names. Invariants: no weight is held twice. Both engines score the
+same tokens: head rows without a token are computed and cut off, and a reduced head gives −∞ to all other tokens.
 """
 
 from __future__ import annotations
@@ -28,12 +26,11 @@ LAYER_PARTS = ("attention_norm", "mlp_norm", "out", "down", "q", "k", "v", "gate
 
 
 def refuse_other_families(arch: Architecture) -> None:
-    """Raise, before anything is loaded, if transformers' model cannot be put together here."""
+    """Raise, before anything is loaded, if a model cannot be built from our weights."""
     if arch.family != "llama" or arch.qkv_bias or arch.out_bias or arch.mlp_bias or arch.qk_norm:
         raise BadParameter(
-            f"{arch.name} is of the family {arch.family}; from weights in memory transformers' model is put together "
-            "for Llama's alone, "
-            "without biases. Leave transformers' own methods (hf-…) out of --methods."
+            f"{arch.name} is of the family {arch.family}; a model of transformers can be built from weights in memory "
+            "only for Llama models without biases. Leave transformers' own methods (hf-…) out of --methods."
         )
     if arch.hidden % arch.heads:
         raise BadParameter(
@@ -44,7 +41,7 @@ def refuse_other_families(arch: Architecture) -> None:
 
 
 def as_transformers(decoder: Decoder) -> PreTrainedModel:
-    """Make transformers' model on a decoder's memory."""
+    """Build a model of transformers on a decoder's memory."""
     import transformers
 
     arch = decoder.arch
@@ -68,7 +65,7 @@ def as_transformers(decoder: Decoder) -> PreTrainedModel:
 
 
 def named(decoder: Decoder) -> dict[str, Tensor]:
-    """Name views of the weights as transformers does, but for the head's."""
+    """Return views of the weights under transformers' names, except the head."""
     arch = decoder.arch
     found = {f"{HUGGING_FACE['embedding']}.weight": _floats(decoder.embedding)}
     found[f"{HUGGING_FACE['norm']}.weight"] = decoder.norm
@@ -85,7 +82,7 @@ def named(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def _weight(linear: object) -> Tensor:
-    """The matrix that is multiplied by, in floats."""
+    """Return the matrix of a linear layer, in floats."""
     return _floats(None if getattr(linear, "scale", None) is not None else getattr(linear, "weight", None))
 
 
@@ -99,8 +96,7 @@ def _floats(weight: object) -> Tensor:
 
 
 def _turning(given: Any, config: Any, arch: Architecture) -> Any:
-    """Transformers' rotary positions with our frequencies: they are no part of the weights, and an inflated model
-    has its source's."""
+    """Return transformers' rotary embedding with our frequencies; an inflated model has its source's."""
     made = type(given)(config)
     made.inv_freq = frequencies(arch.rope, arch.head_dim // arch.rope.times).repeat_interleave(arch.rope.times)
     made.original_inv_freq = made.inv_freq
@@ -109,7 +105,7 @@ def _turning(given: Any, config: Any, arch: Architecture) -> Any:
 
 
 class _Head(torch.nn.Module):
-    """Scores all rows, and tells those of tokens."""
+    """Computes all rows of the head and returns those of tokens."""
 
     def __init__(self, weight: Tensor, columns: Columns | None, vocabulary: int) -> None:
         super().__init__()

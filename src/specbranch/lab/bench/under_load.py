@@ -1,8 +1,7 @@
-"""Methods under load: many requests at once, so many at a time, decoded from records by a profile, or by the wall
-clock.
+"""Methods under load: many requests in flight, replayed from records by a profile, or measured by the wall clock.
 
-Owns what is run and its rows. Invariants: every method decodes the same prompts; each request emits its record, or by
-the wall clock is held against plain decoding's text.
+Owns the runs of `bench load` and their rows. Invariants: every method decodes the same prompts. A replayed request
+emits its record; by the wall clock each text is compared with that of plain decoding.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from specbranch.charts import ChartLine, line_chart
 from specbranch.clock.shipped import WALL
 from specbranch.core.experience import Experience
 from specbranch.lab.bench.clocks import Clock
-from specbranch.lab.bench.lab import Lab, Workload
 from specbranch.lab.bench.methods import default_setting
+from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
 from specbranch.lab.bench.results import BASELINE
 from specbranch.lab.replay.bound import bound, named_tokens
 from specbranch.lab.replay.record import Record
@@ -28,14 +27,14 @@ from specbranch.lab.replay.several import Load, SeveralRecords
 from specbranch.lab.suites.suite import Suite, conversation
 from specbranch.progress import StepsDone
 
-TURNS = 2  # requests for each of the batch: while the last ones end, fewer are at work
-LEARNING = 2  # runs before the one that counts, where planning is looked at besides being priced
+TURNS = 2  # requests per slot of the batch: fewer are in flight while the last ones end
+LEARNING = 2  # runs before the one that counts, for methods that learn
 PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """What a method did with so many requests at once."""
+    """The figures of one method at one number of requests in flight."""
 
     pair: str
     clock: str
@@ -46,18 +45,18 @@ class LoadRow:
     tokens_per_second: float  # of all requests together
     over_plain: float  # the same over that of plain decoding, as many at once
     ms_per_token: tuple[float, ...]  # of a request, percentiles 50, 95 and 99
-    ms_to_first: tuple[float, ...] = ()  # token, from its beginning, likewise; by a profile prompts take no time
+    ms_to_first: tuple[float, ...] = ()  # TTFT, likewise; by a profile prefill takes no time
     repeats: int = 1
-    differing: int = 0  # texts that are not plain decoding's
-    bound: float | None = None  # by a profile: what no choice of rows could exceed, over plain decoding
+    differing: int = 0  # texts that differ from plain decoding's
+    bound: float | None = None  # by a profile: the most that any choice of rows could gain over plain decoding
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return asdict(self)
 
 
 def run_load(
-    lab: Lab,
+    recorded: RecordedPair,
     suites: Sequence[Suite],
     workload: Workload,
     methods: Sequence[str],
@@ -65,28 +64,28 @@ def run_load(
     at_once: Sequence[int],
     progress: StepsDone,
 ) -> list[LoadRow]:
-    """Decode the prompts' records by each method, on each clock, at each number of requests at once."""
+    """Decode the prompts' records with each method, on each clock, at each number of requests in flight."""
     prompts = [(prompt, workload) for suite in suites for prompt in suite.prompts]
-    records = lab.record(prompts, progress)
-    rows, plain, named = list[LoadRow](), 0.0, named_tokens(records, lab.draft)
+    records = recorded.record(prompts, progress)
+    rows, plain, named = list[LoadRow](), 0.0, named_tokens(records, recorded.draft)
     runs = [(clock, count, method) for clock in clocks for count in at_once for method in (BASELINE, *methods)]
     for done, (clock, count, method) in enumerate(runs):
         progress(f"{method}, {count} at once", done, len(runs))
-        found = _decoded(lab, records, clock, method, count)
+        found = _decoded(recorded, records, clock, method, count)
         plain = found.tokens_per_second if method == BASELINE else plain
         assert clock.profile is not None
-        rows.append(_row(lab, clock, method, count, found, plain, bound(clock.profile, count, named)))
+        rows.append(_row(recorded, clock, method, count, found, plain, bound(clock.profile, count, named)))
     progress("Done", len(runs), len(runs))
     return rows
 
 
-def _decoded(lab: Lab, records: Sequence[Record], clock: Clock, method: str, count: int) -> Load:
-    """Decode as many requests as keep the batch full; what is learned of a pair is known from earlier runs."""
+def _decoded(recorded: RecordedPair, records: Sequence[Record], clock: Clock, method: str, count: int) -> Load:
+    """Decode enough requests to keep the batch full; the experience comes from earlier runs."""
     config, profile = default_setting(method).config, clock.profile
     assert config is not None and profile is not None
     many = list(records) * _rounds(count, len(records))
-    experience = Experience(profile, lab.draft is not None)
-    with closing(SeveralRecords(many, lab.draft)) as several:
+    experience = Experience(profile, recorded.draft is not None)
+    with closing(SeveralRecords(many, recorded.draft)) as several:
         several.read_ahead()
         for _ in range(LEARNING):
             several.decode(config, profile, count, experience)
@@ -94,7 +93,7 @@ def _decoded(lab: Lab, records: Sequence[Record], clock: Clock, method: str, cou
 
 
 def run_by_wall(
-    lab: Lab,
+    recorded: RecordedPair,
     suites: Sequence[Suite],
     workload: Workload,
     methods: Sequence[str],
@@ -102,9 +101,9 @@ def run_by_wall(
     repeats: int,
     progress: StepsDone,
 ) -> list[LoadRow]:
-    """Answer the prompts by each method at each number of requests at once: in turns, so many times, after one that
-    is not counted."""
-    tokenizer = lab.llm.tokenizer
+    """Answer the prompts with each method at each number of requests in flight. Methods take turns; the first turn does
+    not count."""
+    tokenizer = recorded.llm.tokenizer
     prompts = [tokenizer.chat(conversation(prompt.turns[:1])) for suite in suites for prompt in suite.prompts]
     rows, names = list[LoadRow](), (BASELINE, *methods)
     steps = [(count, turn, method) for count in at_once for turn in range(repeats + 1) for method in names]
@@ -113,17 +112,17 @@ def run_by_wall(
         progress(f"{method}, {count} at once", done, len(steps))
         if turn == 0 and method == BASELINE:
             runs = {name: [] for name in names}
-        found = _answered(lab, prompts, workload, method, count)
+        found = _answered(recorded, prompts, workload, method, count)
         runs[method] += [found] if turn else []
         if turn == repeats and method == names[-1]:
-            rows += [_wall_row(lab, name, count, runs[name], runs[BASELINE]) for name in names]
+            rows += [_wall_row(recorded, name, count, runs[name], runs[BASELINE]) for name in names]
     progress("Done", len(steps), len(steps))
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """What requests that were answered beside one another came to."""
+    """The outputs of one batch of requests, and the time they took."""
 
     seconds: float
     outputs: tuple[Output, ...]
@@ -133,18 +132,20 @@ class _Answered:
         return sum(len(output.token_ids) for output in self.outputs) / self.seconds
 
     def of_each(self, name: str) -> list[float]:
-        """A statistic of each request that has more than one token."""
+        """Return a statistic of each request with more than one token."""
         return [output.stats[name] for output in self.outputs if len(output.token_ids) > 1]
 
 
-def _answered(lab: Lab, prompts: Sequence[list[int]], workload: Workload, method: str, count: int) -> _Answered:
+def _answered(
+    recorded: RecordedPair, prompts: Sequence[list[int]], workload: Workload, method: str, count: int
+) -> _Answered:
     config = default_setting(method).config
     assert config is not None
-    llm, many = lab.llm.using(speculative=config), list(prompts) * _rounds(count, len(prompts))
+    llm, many = recorded.llm.using(speculative=config), list(prompts) * _rounds(count, len(prompts))
     llm.max_batch = count
-    begun = time.perf_counter()
+    started = time.perf_counter()
     outputs = llm.generate(many, replace(workload.params(), seed=workload.seed))
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     for output in outputs:
         if output.error is not None:
             raise output.error
@@ -152,19 +153,21 @@ def _answered(lab: Lab, prompts: Sequence[list[int]], workload: Workload, method
 
 
 def _rounds(count: int, prompts: int) -> int:
-    """How often prompts have to be asked for the batch to be full for most of the time."""
+    """Return how often the prompts are repeated, so that the batch is full most of the time."""
     return max(1, -(-TURNS * count // prompts))
 
 
-def _wall_row(lab: Lab, method: str, count: int, runs: Sequence[_Answered], plain: Sequence[_Answered]) -> LoadRow:
-    """A method's turns in one row: the median rate, and that of the ratios to plain decoding's in the same turn."""
+def _wall_row(
+    recorded: RecordedPair, method: str, count: int, runs: Sequence[_Answered], plain: Sequence[_Answered]
+) -> LoadRow:
+    """Combine a method's turns in one row: the median rate, and the median ratio to plain decoding in the same turn."""
     rates = [run.tokens_per_second for run in runs]
     ratios = [rate / other.tokens_per_second for rate, other in zip(rates, plain, strict=True)]
     outputs = [output for run in runs for output in run.outputs]
     texts = [output.token_ids for run in plain for output in run.outputs]
     rate_of_each = [rate for run in runs for rate in run.of_each("tokens_per_second")]
     return LoadRow(
-        lab.pair,
+        recorded.pair,
         WALL,
         method,
         count,
@@ -184,14 +187,16 @@ def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(1000.0 * ordered[min(len(ordered) * part // 100, len(ordered) - 1)] for part in PERCENTILES)
 
 
-def _row(lab: Lab, clock: Clock, method: str, count: int, load: Load, plain: float, most: float) -> LoadRow:
+def _row(
+    recorded: RecordedPair, clock: Clock, method: str, count: int, load: Load, plain: float, most: float
+) -> LoadRow:
     rate, per_token = load.tokens_per_second, _percentiles(load.seconds_per_token)
-    told = (lab.pair, clock.name, method, count, len(load.requests), load.tokens, rate, rate / plain, per_token)
-    return LoadRow(*told, bound=most)
+    values = (recorded.pair, clock.name, method, count, len(load.requests), load.tokens, rate, rate / plain, per_token)
+    return LoadRow(*values, bound=most)
 
 
 def table(rows: Sequence[LoadRow]) -> list[str]:
-    """The rows as lines for a terminal, a block for each clock."""
+    """Return the rows as lines for a terminal, one block per clock."""
     lines: list[str] = []
     for clock in dict.fromkeys(row.clock for row in rows):
         here = [row for row in rows if row.clock == clock]
@@ -218,7 +223,7 @@ def table(rows: Sequence[LoadRow]) -> list[str]:
 
 
 def picture(rows: Sequence[LoadRow], clock: str) -> str:
-    """How much faster than plain decoding each method is, over the number of requests at once."""
+    """Draw the speedup over plain decoding against the number of requests in flight."""
     here = [row for row in rows if row.clock == clock]
     lines = [
         ChartLine(name, [(float(row.at_once), row.over_plain) for row in here if row.method == name], marks=True)

@@ -16,10 +16,10 @@ from specbranch.cli.main import run
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter
-from specbranch.lab.bench.lab import Lab, Workload
 from specbranch.lab.bench.methods import TRANSFORMERS
-from specbranch.lab.bench.outside import Transformers, assistant_of
-from specbranch.lab.bench.subjects import Running
+from specbranch.lab.bench.other_engines.transformers_methods import Transformers, assistant_of
+from specbranch.lab.bench.pair_setup import Running
+from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
 from specbranch.lab.replay.record import Record
 from specbranch.lab.suites.suite import Prompt
 from specbranch.models.drafts.draft_folder import read_draft
@@ -39,31 +39,31 @@ GREEDY = Workload(max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def lab(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with Lab(target=pair[0], draft=pair[1], folder=tmp_path_factory.mktemp("lab")) as made:
+def recorded(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedPair]:
+    with RecordedPair(target=pair[0], draft=pair[1], folder=tmp_path_factory.mktemp("lab")) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def outside(lab: Lab) -> Transformers:
-    return Transformers(lab)
+def outside(recorded: RecordedPair) -> Transformers:
+    return Transformers(recorded)
 
 
-def records(lab: Lab, workload: Workload = GREEDY) -> list[Record]:
-    return [record for prompt in PROMPTS for record in lab.records(prompt, workload)]
+def records(recorded: RecordedPair, workload: Workload = GREEDY) -> list[Record]:
+    return [record for prompt in PROMPTS for record in recorded.records(prompt, workload)]
 
 
 @pytest.mark.parametrize("method", tiered(TRANSFORMERS, "hf-assisted".__eq__))
-def test_greedy_answers_are_those_of_our_engine(method: str, lab: Lab, outside: Transformers) -> None:
-    for record in records(lab):
+def test_greedy_answers_are_those_of_our_engine(method: str, recorded: RecordedPair, outside: Transformers) -> None:
+    for record in records(recorded):
         tokens, _ = outside.answer(method, record)
         assert tokens == record.tokens
 
 
 @pytest.mark.slow
-def test_what_is_told_of_a_turn_adds_up(lab: Lab, outside: Transformers) -> None:
+def test_what_is_told_of_a_turn_adds_up(recorded: RecordedPair, outside: Transformers) -> None:
     for method in TRANSFORMERS:
-        for record in records(lab):
+        for record in records(recorded):
             tokens, told = outside.answer(method, record)
             assert told["tokens"] == len(tokens) and told["ttft_seconds"] > 0 and told["decode_seconds"] > 0
             assert told["tokens_per_second"] == pytest.approx((len(tokens) - 1) / told["decode_seconds"])
@@ -71,13 +71,13 @@ def test_what_is_told_of_a_turn_adds_up(lab: Lab, outside: Transformers) -> None
                 assert told["target_forwards"] == len(tokens) - 1, "one token a forward, the prompt's own left out"
             else:
                 assert 0 < told["target_forwards"] <= len(tokens) - 1
-    assert sum(outside.answer("hf-assisted", record)[1]["target_forwards"] for record in records(lab)) < 3 * 20, (
+    assert sum(outside.answer("hf-assisted", record)[1]["target_forwards"] for record in records(recorded)) < 3 * 20, (
         "nothing was accepted"
     )
 
 
-def test_an_answer_ends_with_the_task_not_with_the_model(lab: Lab, outside: Transformers) -> None:
-    record = records(lab)[0]
+def test_an_answer_ends_with_the_task_not_with_the_model(recorded: RecordedPair, outside: Transformers) -> None:
+    record = records(recorded)[0]
     end = record.tokens[5]
     cut = record.tokens[: record.tokens.index(end) + 1]
     ended = replace(record, task=replace(record.task, eos_ids=(end,)))
@@ -87,20 +87,24 @@ def test_an_answer_ends_with_the_task_not_with_the_model(lab: Lab, outside: Tran
     assert outside.answer("hf-lookup", short)[0] == record.tokens[:7]
 
 
-def test_the_models_own_generation_settings_are_not_used(pair: tuple[str, str], lab: Lab, tmp_path: Path) -> None:
+def test_the_models_own_generation_settings_are_not_used(
+    pair: tuple[str, str], recorded: RecordedPair, tmp_path: Path
+) -> None:
     folder = tmp_path / "opinionated"
     shutil.copytree(pair[0], folder)
     own = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(
         json.dumps({**own, "repetition_penalty": 9.0, "do_sample": True, "top_k": 2})
     )
-    with Lab(target=str(folder), folder=tmp_path / "lab") as other:
-        record = records(lab)[0]
+    with RecordedPair(target=str(folder), folder=tmp_path / "lab") as other:
+        record = records(recorded)[0]
         assert Transformers(other).answer("hf-generate", record)[0] == record.tokens
 
 
-def test_drawing_repeats_with_its_seed_and_leaves_other_noise_alone(lab: Lab, outside: Transformers) -> None:
-    record = records(lab, Workload(temperature=1.0, max_tokens=24))[0]
+def test_drawing_repeats_with_its_seed_and_leaves_other_noise_alone(
+    recorded: RecordedPair, outside: Transformers
+) -> None:
+    record = records(recorded, Workload(temperature=1.0, max_tokens=24))[0]
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
     first = outside.answer("hf-generate", record)[0]
@@ -150,34 +154,38 @@ def test_a_distilled_assistant_says_what_the_draft_says_in_our_engine(
 
 
 @pytest.mark.slow
-def test_a_distilled_draft_assists(pair: tuple[str, str], reduced: Path, lab: Lab, tmp_path: Path) -> None:
-    with Lab(target=pair[0], draft=str(reduced), folder=tmp_path) as other:
+def test_a_distilled_draft_assists(
+    pair: tuple[str, str], reduced: Path, recorded: RecordedPair, tmp_path: Path
+) -> None:
+    with RecordedPair(target=pair[0], draft=str(reduced), folder=tmp_path) as other:
         theirs = Transformers(other)
-        for record in records(lab):
+        for record in records(recorded):
             tokens, told = theirs.answer("hf-assisted", record)
             assert tokens == record.tokens and told["tokens_per_forward"] >= 1.0
         assert theirs.assistant.get_input_embeddings() is theirs.target.get_input_embeddings()
 
 
-def test_mistakes_are_sentences(pair: tuple[str, str], lab: Lab, outside: Transformers, tmp_path: Path) -> None:
-    record = records(lab)[0]
+def test_mistakes_are_sentences(
+    pair: tuple[str, str], recorded: RecordedPair, outside: Transformers, tmp_path: Path
+) -> None:
+    record = records(recorded)[0]
     with pytest.raises(BadParameter, match="Did you mean 'hf-lookup'"):
         outside.answer("hf-lokup", record)
     with (
-        Lab(target=pair[0], folder=tmp_path / "alone") as alone,
+        RecordedPair(target=pair[0], folder=tmp_path / "alone") as alone,
         pytest.raises(BadParameter, match="needs a draft model"),
     ):
         Transformers(alone).answer("hf-assisted", record)
-    outside_other = Transformers(lab)
-    outside_other._models = lab.models[0], make_pair(tmp_path / "other", vocabulary=430)[0]
+    outside_other = Transformers(recorded)
+    outside_other._models = recorded.models[0], make_pair(tmp_path / "other", vocabulary=430)[0]
     with pytest.raises(BadParameter, match="421 tokens and the draft 430"):
         outside_other.answer("hf-assisted", record)
 
 
-def test_loading_and_answering_print_nothing(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
-    record = records(lab)[0]
+def test_loading_and_answering_print_nothing(recorded: RecordedPair, capfd: pytest.CaptureFixture[str]) -> None:
+    record = records(recorded)[0]
     capfd.readouterr()
-    Transformers(lab).answer("hf-assisted", record)
+    Transformers(recorded).answer("hf-assisted", record)
     assert capfd.readouterr() == ("", "")
 
 
@@ -186,9 +194,9 @@ def test_loading_and_answering_print_nothing(lab: Lab, capfd: pytest.CaptureFixt
 def test_the_default_pair_answers_alike_but_for_near_ties(default_model: Path, tmp_path: Path) -> None:
     """Our kernels and transformers' round differently, so only where two tokens nearly tie may the texts part."""
     prompt = Prompt("0", "", ("Write a Python function that adds two numbers.",))
-    with Lab("smollm2-default", folder=tmp_path, running=Running(weights="float32")) as lab:
-        (record,) = lab.records(prompt, Workload(max_tokens=16))
-        theirs = Transformers(lab)
+    with RecordedPair("smollm2-default", folder=tmp_path, running=Running(weights="float32")) as recorded:
+        (record,) = recorded.records(prompt, Workload(max_tokens=16))
+        theirs = Transformers(recorded)
         for method in TRANSFORMERS:
             tokens, _ = theirs.answer(method, record)
             parted = next((at for at, (a, b) in enumerate(zip(tokens, record.tokens, strict=True)) if a != b), None)

@@ -1,9 +1,8 @@
-"""The pairs a bench runs: which models, in whose shapes, where and how they run, what results call them, and on which
-prompts.
+"""The pairs of a bench: models, shapes, devices, prompts, and the title of each pair in the results.
 
-Owns the way from what was asked of a pair to one that can be loaded; shapes become recipes in a folder beside the
-results. Invariants: pairs that run otherwise have another title, so that their rows stand beside each other in one
-folder; what cannot be run is refused here, before a model is loaded.
+Owns the step from an order for a pair (`PairOrder`) to a pair that can be loaded (`Subject`). Larger shapes become
+recipes in a folder with the results. Invariants: pairs that run differently have different titles, so one folder can
+hold the rows of both. What cannot run is refused before a model is loaded.
 """
 
 from __future__ import annotations
@@ -20,46 +19,46 @@ from specbranch.config import ExecutorName, WeightsName
 from specbranch.errors import BadParameter
 from specbranch.lab.inflation.recipe import is_inflation, read_inflation, write_inflation
 from specbranch.lab.inflation.shapes import ShapeChoice
-from specbranch.lab.suites.filler import behind
+from specbranch.lab.suites.filler import with_filler
 from specbranch.lab.suites.suite import Suite, conversation
 from specbranch.models.drafts.draft_name import is_draft_folder
 from specbranch.pairs import chosen_models, draft_path
 
-OWN = "own"  # the shape of a model as it is
-USUAL_CONTEXT = 8192  # tokens that a model has room for unless more is asked for
+OWN = "own"  # a model keeps its shape
+USUAL_CONTEXT = 8192  # default context length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOrder:
-    """What is asked of one pair: its name or its models, their shapes, and how many prompts of each suite it gets."""
+    """The order for one pair: its name or its models, their shapes, and the number of prompts of each suite."""
 
     pair: str | None = None
     target: str | None = None
     draft: str | None = None
-    target_shape: str | None = None  # None or OWN: as it is
+    target_shape: str | None = None  # None or OWN: unchanged
     draft_shape: str | None = None
     limit: int | None = None
-    outside_limit: int | None = None  # prompts that methods from outside get
+    outside_limit: int | None = None  # number of prompts for methods of other engines
 
     @property
     def has_draft(self) -> bool:
-        """Whether there will be a draft."""
+        """True if there will be a draft."""
         return self.pair is not None or self.draft is not None
 
     @property
     def models(self) -> tuple[str, str | None]:
-        """Target and draft by their names."""
+        """The names of target and draft."""
         return chosen_models(self.pair, self.target, self.draft)
 
     @property
     def title(self) -> str:
-        """What results call it: its name, or those of its models."""
+        """The title in the results: the pair's name, or those of its models."""
         return pair_title(self.pair, *self.models)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """Where and how both models of a pair run; nothing: as the engine does unless told."""
+    """Where and how both models of a pair run; None stands for the engine's default."""
 
     executor: ExecutorName = "serial"
     device: str | None = None
@@ -68,14 +67,14 @@ class Running:
     draft_weights: WeightsName | None = None
     cache_dtype: str | None = None
 
-    def told(self) -> dict[str, Any]:
-        """What is not as usual."""
+    def not_default(self) -> dict[str, Any]:
+        """Return the values that are not the defaults."""
         usual = asdict(Running())
         return {name: value for name, value in asdict(self).items() if value != usual[name]}
 
     @property
     def suffix(self) -> str:
-        """What a title says of it."""
+        """The part of a title that says how the pair runs."""
         executor = None if self.executor == "serial" else self.executor
         place = None if self.draft_device is None else f"{self.draft_device}-draft"
         target = None if self.weights is None else f"{self.weights}-target"
@@ -85,7 +84,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A pair at the bench."""
+    """A pair as a bench runs it."""
 
     title: str
     target: str
@@ -95,12 +94,12 @@ class Subject:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it can be replayed as it is run: both models as they are, in one process."""
+        """True if it can be replayed as it runs: not inflated, and in one process."""
         return (self.target, self.draft) == self.source and not self.running.suffix
 
 
 def make_subject(order: PairOrder, running: Running, folder: Path) -> Subject:
-    """Say what is run; target and draft that are to have another shape become recipes in the folder."""
+    """Return the pair to run; models in another shape become recipes in the folder."""
     target, draft = order.models
     given = {"target": order.target_shape, "draft": order.draft_shape}
     shapes = {role: ShapeChoice.parse(text) for role, text in given.items() if text not in (None, OWN)}
@@ -121,13 +120,13 @@ def make_subject(order: PairOrder, running: Running, folder: Path) -> Subject:
 
 
 def pair_title(pair: str | None, target: str, draft: str | None) -> str:
-    """Return what results call a pair: its name, or those of its models."""
+    """Return the title of a pair: its name, or those of its models."""
     return pair or (target if draft is None else f"{Path(draft).name}+{Path(target).name}")
 
 
-def told_of(role: str, name: str) -> dict[str, Any]:
-    """What results tell of a model: its name, and of an inflated one its shape and which head each step is charged
-    with."""
+def model_facts(role: str, name: str) -> dict[str, Any]:
+    """Return the facts about a model for the results: its name; if inflated, also its shape and the head that each step
+    computes."""
     if not is_inflation(name):
         return {role: name}
     recipe = read_inflation(name)
@@ -136,48 +135,48 @@ def told_of(role: str, name: str) -> dict[str, Any]:
 
 
 def _inflated(model: str, target: str, shape: ShapeChoice, folder: Path, asked: str) -> str:
-    """Write the recipe of a model in a shape; returns its folder."""
+    """Write the recipe of a model in a shape; return its folder."""
     from specbranch.lab.inflation.sizing import sized
 
     source = fetched(ModelChoice(draft_path(model)))
     target_path = fetched(ModelChoice(target)) if is_draft_folder(source) else None
     try:
         found = sized(model, source, shape, target_path)
-    except BadParameter as error:  # its words name the options of `inflate`
-        told = re.sub(
+    except BadParameter as error:  # the sentence names the options of `inflate`
+        message = re.sub(
             r"--([a-z-]+)(?: (\d+))?",
             lambda found: found[1].replace("-", "_") + (f"={found[2]}" if found[2] else ""),
             str(error),
         )
-        raise BadParameter(f"{asked}: {told}") from None
+        raise BadParameter(f"{asked}: {message}") from None
     write_inflation(folder, found.recipe)
     return str(folder)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Prompts that are run with the same settings, and those that methods are tuned on."""
+    """Prompts that run with the same settings, and the prompts to tune on."""
 
     suites: tuple[Suite, ...]
     tuning: tuple[Suite, ...]
 
-    def behind(self, context: int, target: str, answer: int) -> Group:
-        """Return the group with text before its prompts, so that prompt and answer have about `context` tokens."""
+    def with_filler(self, context: int, target: str, answer: int) -> Group:
+        """Return the group with filler before its prompts, so that prompt and answer have about `context` tokens."""
         counts = _counts(target)
         suites, tuning = (
-            tuple(behind(suite, context, answer, *counts) for suite in part) for part in (self.suites, self.tuning)
+            tuple(with_filler(suite, context, answer, *counts) for suite in part) for part in (self.suites, self.tuning)
         )
         return Group(suites, tuning)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPair:
-    """A pair and what it is run on."""
+    """A pair and its prompts."""
 
     subject: Subject
     groups: tuple[Group, ...]
-    outside: int | None = None  # prompts of each suite that methods from outside get; None: all
-    context_length: int | None = None  # None: the usual one
+    outside: int | None = None  # prompts of each suite for methods of other engines; None: all
+    context_length: int | None = None  # None: the default
 
     @property
     def suites(self) -> tuple[Suite, ...]:
@@ -186,7 +185,7 @@ class BenchPair:
 
 
 def trained_context(target: str) -> int:
-    """Return how long the texts are that a target was made for, in tokens."""
+    """Return the context length that a target supports, in tokens."""
     from specbranch.models.files.locate import locate
     from specbranch.models.loading import open_model
 
@@ -194,7 +193,7 @@ def trained_context(target: str) -> int:
 
 
 def _counts(target: str) -> tuple[Callable[[str], int], Callable[[Sequence[str]], int]]:
-    """Return how a target's tokenizer counts a text, and a conversation without its answers."""
+    """Return two functions that count tokens: of a text, and of a conversation without its answers."""
     tokenizer = load_tokenizer(ModelChoice(target))
 
     def count(words: str) -> int:

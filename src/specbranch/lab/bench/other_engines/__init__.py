@@ -1,0 +1,1 @@
+"""Other engines on the same weights and prompts: transformers and llama.cpp."""
