@@ -16,7 +16,7 @@ from specbranch.charts import BarSeries, ChartLine, bar_chart, line_chart
 from specbranch.clock.shipped import load_profile, shipped_profiles
 from specbranch.lab.study import formulas
 from specbranch.lab.study.strategies import STRATEGIES, STUDY_PAIRS, Gain, PaddedCosts, StrategyName, best, rates_of
-from specbranch.lab.study.toy_runs import Case, MethodName, PredictedSteps, compare, predict
+from specbranch.lab.study.toy_runs import TOY_TOKENS, Case, MethodName, PredictedSteps, compare, predict
 
 # Agreement of the pairs whose latency is drawn: α, and how often the target's token is among the draft's first three.
 DRAWN_HEADS = 3

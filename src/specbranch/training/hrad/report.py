@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specbranch.hrad.network import Network
+from specbranch.hrad.network import OUTCOMES, Network
 from specbranch.training.hrad.rivals import compare, laws, losses, predicted
 from specbranch.training.hrad.rounds import UNKNOWN_LABEL, LabelledRounds
 from specbranch.training.hrad.train import DealtRounds, FitSettings, fit
