@@ -118,7 +118,7 @@ def test_a_client_that_does_not_read_is_cut_off(pair: tuple[str, str]) -> None:
         with pytest.raises(OSError):  # either it cannot be sent on, or it is refused
             for _ in range(20_000):
                 one.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 100)
-        until(lambda: server.server._connections.cuts["uncomputed"] == 1)
+        until(lambda: server.server._connections.cuts["unread"] == 1)
         assert server.http.get("/health").status_code == 200
 
 

@@ -25,7 +25,7 @@ log = logging.getLogger("specbranch.serve")
 BACKLOG = 128  # connections that the system holds for us, and that are accepted in one go
 RESERVE = 3 * BACKLOG  # files besides connections: those accepted and not counted yet, those of models and of the log
 SLOWEST = 2**14  # bytes a second of a body; slower ones are cut off
-Cut = Literal["late", "uncomputed", "crowded", "full"]  # why a connection is refused or cut off
+Cut = Literal["late", "unread", "crowded", "full"]  # why a connection is refused or cut off
 CUT_REASONS: tuple[Cut, ...] = get_args(Cut)
 Phase = Literal["header", "body"]
 
@@ -139,7 +139,7 @@ class GuardedProtocol(H11Protocol):
         """Wait for a client that does not read, as long as a request may take."""
         super().pause_writing()
         late = "A connection was closed: its client did not read the answer."
-        self._stall = self.loop.call_later(self._all.stall_timeout, self.cut, "uncomputed", late)
+        self._stall = self.loop.call_later(self._all.stall_timeout, self.cut, "unread", late)
 
     def resume_writing(self) -> None:
         """Go on writing."""

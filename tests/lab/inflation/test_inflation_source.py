@@ -24,7 +24,7 @@ from specbranch.models.files.sources import MadeKind, made_model, register_sourc
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True)
-ASKED: dict[str, Any] = {"device": "cpu", "dtype": "float64", "context_length": 128}
+ASKED: dict[str, Any] = {"device": "cpu", "dtype": "float64", "options": {"context_length": 128}}
 GROWN = ShapeChoice.parse("hidden=48,layers=3,heads=4,kv_heads=2,head_dim=16,intermediate=64")
 MODULE = "specbranch.lab.inflation.source"
 
