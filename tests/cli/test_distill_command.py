@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_a_sentence(command: Command, pair: tuple[str, s
 
 
 @pytest.fixture
-def uncomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A target whose weights must not be read."""
 
     def read(*given: object) -> None:
@@ -208,7 +208,7 @@ def uncomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_job, "load_target", read)
 
 
-@pytest.mark.usefixtures("uncomputed")
+@pytest.mark.usefixtures("unread")
 def test_a_folder_that_is_not_to_be_had_is_told_before_the_target_is_read(
     command: Command, pair: tuple[str, str], tmp_path: Path
 ) -> None:
