@@ -107,9 +107,7 @@ def made_alone(folder: Path) -> MadeModel:
     found = made_model(folder)
     assert found is not None, "located as a made model"
     if found.is_draft:
-        raise ModelError(
-            f"{folder} ({found.name}) is a draft, which runs only with its target. Name it with --draft."
-        )
+        raise ModelError(f"{folder} ({found.name}) is a draft, which runs only with its target. Name it with --draft.")
     return found
 
 
