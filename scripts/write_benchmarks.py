@@ -198,7 +198,7 @@ def _ours(rows: Sequence[ResultRow]) -> list[str]:
                     "pair",
                     "costs",
                     "ours over the best of serial, AdaEDL and PEARL",
-                    "rejected a token: ours",
+                    "rejected per emitted token: ours",
                     "serial",
                     "PEARL",
                 ),
