@@ -193,7 +193,7 @@ def decoded(
             loop.step()
             runner.check()
         if rng.random() < 0.2:
-            loop.leave(rng.choice(sessions))
+            loop.remove(rng.choice(sessions))
     while loop.live:
         loop.step()
     assert not any(one.error for one in sessions)

@@ -172,18 +172,18 @@ class Experience:
         seconds = self.costs.target_seconds(batch_size) if self.costs.knows_target else 0.0
         return 1.0 / seconds if seconds > 0.0 else math.inf
 
-    def affords(self, seconds: float) -> bool:
+    def pay_probe(self, seconds: float) -> bool:
         """Whether a draft that does not pay may be asked once more; if so, it is paid for."""
         if self._credit < seconds:
             return False
-        self.spend()
+        self.reset_probe_credit()
         return True
 
-    def spend(self) -> None:
+    def reset_probe_credit(self) -> None:
         """The draft is asked: for a while nothing is saved by which it could be asked in vain."""
         self._credit = 0.0
 
-    def note(
+    def record_forwards(
         self,
         orders: Orders,
         reports: Reports,

@@ -17,7 +17,7 @@ from specbranch.core.policies import POLICIES, make_policy
 from specbranch.core.policy import Policy
 from specbranch.core.rounds import Decode, MethodRounds
 from specbranch.core.session import Session
-from specbranch.core.tree_rounds import growing
+from specbranch.core.tree_rounds import decode_tree
 from specbranch.errors import BadParameter, unknown
 
 __all__ = ["METHODS", "PLAIN", "Method", "MethodRounds", "best_fit", "find_method"]
@@ -74,7 +74,7 @@ class Method:
         """Begin decoding a session; `experience` is what the planner goes by, and adds to. Costs that are learned,
         the loop must learn."""
         if self.plans(config):
-            return growing(session, self._planner(session, config, experience))
+            return decode_tree(session, self._planner(session, config, experience))
         return self.run(session, config, make_policy(config, self.policy, self.heads))
 
     def run(self, session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:

@@ -285,20 +285,19 @@ DraftOrder = Draft | Grow | Prefill
 Drafted = tuple[Branch, ...] | Tree | Reached  # what comes back for each of them
 
 
-class Meanwhile:
-    """What nobody waits for: tasks that are done while the models work, or at the latest when their reports are
-    there."""
+class Deferred:
+    """Tasks that nobody waits for. They run while the models work, or at the latest once their reports are there."""
 
     def __init__(self) -> None:
         self._tasks: list[Callable[[], object]] = []
         self._error: Exception | None = None
 
     def add(self, task: Callable[..., object], *given: Any) -> None:
-        """Put something off."""
+        """Defer a call."""
         self._tasks.append(partial(task, *given))
 
-    def __call__(self) -> None:
-        """Do what was put off, in its order; an error comes up here, where whoever put it off can take it."""
+    def run(self) -> None:
+        """Run all tasks in their order; raises what a task raised in `attempt`."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -306,21 +305,24 @@ class Meanwhile:
             self._tasks.pop(0)()
 
     def attempt(self) -> None:
-        """Do it while others wait, whom an error does not concern."""
+        """Run all tasks, and keep an exception for `run`: the sessions of the same round are not concerned."""
         try:
-            self()
+            self.run()
         except Exception as error:  # whatever a method raises
             self._error = error
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """One session's orders for one round; any may be absent. `read` is the target's, and comes without `verify`. An
-    executor that waits for a device may do `meanwhile` first."""
+    """One session's orders for one round; any may be absent.
+
+    `prefill` is for the target, and comes without `verify`. An executor that waits for a device may run the `deferred`
+    tasks first.
+    """
 
     draft: DraftOrder | None = None
     verify: Verify | None = None
-    meanwhile: Meanwhile | None = field(default=None, repr=False, compare=False)
+    deferred: Deferred | None = field(default=None, repr=False, compare=False)
     prefill: Prefill | None = None
 
 

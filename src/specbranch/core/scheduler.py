@@ -46,8 +46,8 @@ class Ticket:
     counted: bool  # whether it is one of those that may be live at once
     state: TicketState = "waiting"
     begun: bool = False  # whether it was live before
-    resting: bool = False
-    rests_since: tuple[float, float] = (0.0, 0.0)  # on the executor's clock, and on the wall's
+    paused: bool = False
+    paused_since: tuple[float, float] = (0.0, 0.0)  # on the executor's clock, and on the wall's
     emitted: int = 0  # tokens that were counted
 
     @property
@@ -110,7 +110,7 @@ class Scheduler:
     _short: bool = False  # of memory: nobody is admitted before somebody has left
 
     def __post_init__(self) -> None:
-        self.loop.patient = True
+        self.loop.waits_for_pages = True
 
     def submit(
         self,
@@ -128,7 +128,7 @@ class Scheduler:
         self._counts.submitted += 1
         if self.first is not None and self not in self.first.guests:
             self.first.guests.append(self)
-        target = next((kv_slots for kv_slots in self.loop.executor.kv_slots() if kv_slots.of == "target"), None)
+        target = next((kv_slots for kv_slots in self.loop.executor.kv_slots() if kv_slots.model == "target"), None)
         if target is not None and len(session.tokens) > target.total:
             session.fail(_never_fits(session, target))
             self._end(ticket)
@@ -142,19 +142,19 @@ class Scheduler:
         if ticket.state != "over":
             self._end(ticket)
 
-    def rest(self, ticket: Ticket, resting: bool) -> None:
+    def set_paused(self, ticket: Ticket, paused: bool) -> None:
         """Have a request take part in no round for a while, or take part again."""
         if ticket.deadline is not None:
             ticket.deadline -= self._lag(ticket)  # the time it has rested so far
-        ticket.rests_since = self.loop.executor.now(), self.wall()
-        ticket.resting = resting
+        ticket.paused_since = self.loop.executor.now(), self.wall()
+        ticket.paused = paused
         if ticket.state == "live":
-            self.loop.rest(ticket.session, resting)
+            self.loop.set_paused(ticket.session, paused)
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to do now."""
-        return self.loop.awake or any(not ticket.resting for ticket in self._waiting)
+        return self.loop.can_step or any(not ticket.paused for ticket in self._waiting)
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -170,7 +170,7 @@ class Scheduler:
         """Make one round; returns the sessions that took part."""
         self._expire()
         self._admit()
-        took_part = self.loop.step() if self.loop.awake else []
+        took_part = self.loop.step() if self.loop.can_step else []
         self._counts.rounds += bool(took_part)
         for session in took_part:
             if ticket := self._live.get(session.number):
@@ -179,7 +179,7 @@ class Scheduler:
                     self._end(ticket)
         for ticket in [ticket for ticket in self._live.values() if ticket.session.finished]:
             self._end(ticket)  # it failed before the round
-        if took_part and self.loop.short:
+        if took_part and self.loop.out_of_pages:
             self._make_room(took_part)
         return took_part
 
@@ -190,7 +190,7 @@ class Scheduler:
             running=len(live),
             waiting=len(self._waiting),
             prefilling=sum(self.loop.uncomputed(ticket.session) > 0 for ticket in live),
-            resting=sum(ticket.resting for ticket in live),
+            resting=sum(ticket.paused for ticket in live),
             rounds=counts.rounds,
             tokens=counts.tokens,
             prompt_tokens=counts.prompt_tokens,
@@ -217,14 +217,14 @@ class Scheduler:
     def _lag(self, ticket: Ticket) -> float:
         """By how many seconds the executor's clock fell behind the wall's since a request rests: a modelled clock
         stands still while nothing is computed."""
-        if not ticket.resting:
+        if not ticket.paused:
             return 0.0
-        clock, wall = ticket.rests_since
+        clock, wall = ticket.paused_since
         return max(self.wall() - wall - (self.loop.executor.now() - clock), 0.0)
 
     def _admit(self) -> None:
         """Take in those that are first in the queue, as long as there is room."""
-        while (ticket := next((one for one in self._waiting if not one.resting), None)) and self._has_room(ticket):
+        while (ticket := next((one for one in self._waiting if not one.paused), None)) and self._has_room(ticket):
             self._waiting.remove(ticket)
             self._begin(ticket)
 
@@ -234,7 +234,7 @@ class Scheduler:
         try:
             if ticket.begun:
                 self.loop.resume(session)
-                self.loop.rest(session, ticket.resting)
+                self.loop.set_paused(session, ticket.paused)
             else:
                 self.loop.join(session, ticket.start())
                 session.stats.queued = session.stats.started - ticket.submitted
@@ -245,7 +245,7 @@ class Scheduler:
         ticket.begun = True
 
     def _has_room(self, ticket: Ticket) -> bool:
-        running = [one for one in self._live.values() if not one.resting]
+        running = [one for one in self._live.values() if not one.paused]
         if ticket.counted and self.most is not None and sum(one.counted for one in running) >= self.most:
             return False
         if self._fits(ticket):
@@ -257,7 +257,7 @@ class Scheduler:
     def _preempt_idle(self, running: bool) -> bool:
         """Preempt one that rests, or a guest's while nothing runs here; returns whether there was any."""
         for one in reversed(self._sharing):
-            if one._live and (one._last().resting or (one in self.guests and not running)):
+            if one._live and (one._last().paused or (one in self.guests and not running)):
                 one._preempt(one._last())
                 return True
         return False
@@ -280,7 +280,7 @@ class Scheduler:
         for kv_slots in self.loop.executor.kv_slots():
             need = kv_slots.missing(length)
             promised = sum(one.promised(kv_slots) for one in self._sharing)
-            if need > kv_slots.free - promised and (kv_slots.of == "target" or need <= kv_slots.total):
+            if need > kv_slots.free - promised and (kv_slots.model == "target" or need <= kv_slots.total):
                 return False
         return True
 
@@ -308,12 +308,12 @@ class Scheduler:
             self._preempt(self._last())
             return
         for ticket in list(self._live.values()):
-            ticket.session.fail(self.loop.short[ticket.session.number])
+            ticket.session.fail(self.loop.out_of_pages[ticket.session.number])
             self._end(ticket)
 
     def _last(self) -> Ticket:
         """Who is preempted first: one that rests, else the youngest of the lowest priority."""
-        return max(self._live.values(), key=lambda one: (one.resting, one.order))
+        return max(self._live.values(), key=lambda one: (one.paused, one.order))
 
     def _preempt(self, ticket: Ticket) -> None:
         self.loop.preempt(ticket.session)
@@ -339,7 +339,7 @@ class Scheduler:
         self._counts.finished += session.finished in ("stop", "length")
         self._counts.failed += session.finished == "error"
         self._counts.cancelled += session.finished is None
-        self.loop.leave(session)
+        self.loop.remove(session)
 
     def _count(self, ticket: Ticket) -> None:
         emitted = ticket.session.stats.emitted

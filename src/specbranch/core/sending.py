@@ -24,7 +24,7 @@ class Sending(NamedTuple):
 SendingLater = Callable[[], Sending]  # worked out once there is time for it
 
 
-def candidates(tree: Tree, deepest: int, most: int, alternatives: bool = True) -> list[int]:
+def likeliest_nodes(tree: Tree, deepest: int, most: int, alternatives: bool = True) -> list[int]:
     """Which nodes could be verified, by their reach; parents come before children."""
     if not alternatives:
         return [n for n in tree.main_path() if tree.nodes[n].depth <= deepest][:most]
@@ -41,7 +41,7 @@ def candidates(tree: Tree, deepest: int, most: int, alternatives: bool = True) -
 
 def sent(tree: Tree, sending: Sending) -> list[int]:
     """The nodes that are verified, in their order in the tree."""
-    numbers = candidates(tree, sending.deepest, len(sending.prices))
+    numbers = likeliest_nodes(tree, sending.deepest, len(sending.prices))
     return sorted(numbers[: _worthwhile([tree.nodes[n].reach for n in numbers], sending.prices)])
 
 

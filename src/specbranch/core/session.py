@@ -130,8 +130,8 @@ class Session:
                 return index + 1
         return len(tokens)
 
-    def rest(self) -> float:
-        """Return the seconds that passed without it since it was last asked."""
+    def take_waited(self) -> float:
+        """Return the seconds of rounds that ran without this session since the last call, and reset them."""
         waited, self.waited = self.waited, 0.0
         return waited
 

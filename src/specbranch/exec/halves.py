@@ -149,11 +149,11 @@ def prefills_of(orders: Mapping[int, Orders]) -> dict[int, Prefill]:
     return {session: order.prefill for session, order in orders.items() if order.prefill}
 
 
-def do_meanwhile(orders: Mapping[int, Orders]) -> None:
-    """Do what was put off, now that the target works."""
+def run_deferred(orders: Mapping[int, Orders]) -> None:
+    """Run the deferred tasks of a round, now that the target works."""
     for order in orders.values():
-        if order.meanwhile:
-            order.meanwhile.attempt()
+        if order.deferred:
+            order.deferred.attempt()
 
 
 def reports_of(

@@ -23,7 +23,7 @@ from specbranch.core.request import Request
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.child_answers import Asked, BadAnswer
 from specbranch.exec.child_speed import ChildLimits, ChildSpeed, amount_of
-from specbranch.exec.halves import Stretch, do_meanwhile, kv_slots_of, parted, prefills_of, reports_of
+from specbranch.exec.halves import Stretch, kv_slots_of, parted, prefills_of, reports_of, run_deferred
 from specbranch.exec.link import Link, LinkLost
 from specbranch.exec.messages import (
     Broken,
@@ -172,7 +172,7 @@ class Process:
         timed = Stretch(self.target, self.now)
         scored, failed = self.target.score(verifies)
         reached, short = self.target.prefill(prefills_of(orders))
-        do_meanwhile(orders)
+        run_deferred(orders)
         self._await_heads(work, scored)
         verdicts = self.target.judge(scored, _in_time(work).heads or {})
         timed.end()

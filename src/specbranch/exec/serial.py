@@ -19,7 +19,7 @@ from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Re
 from specbranch.core.request import Request
 from specbranch.core.runner import Done
 from specbranch.exec.drafter import Announce, Drafter
-from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, kv_slots_of, parted, prefills_of, reports_of
+from specbranch.exec.halves import Stretch, Verifying, kv_slots_of, parted, prefills_of, reports_of, run_deferred
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker, never
 
@@ -55,7 +55,7 @@ class Serial:
         made, drafting = self._drafted(self._received(drafts, verifies), never, heads.update)
         timed = self._stretch(self.target)
         verifying = Verifying(self.target, verifies, heads, timed, prefills_of(orders))
-        do_meanwhile(orders)
+        run_deferred(orders)
         verdicts = verifying.judged(partial(self._read_ahead, verifies))
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)

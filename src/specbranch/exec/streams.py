@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from specbranch.core.orders import Orders, Reports
-from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, parted, prefills_of, reports_of
+from specbranch.exec.halves import Stretch, Verifying, parted, prefills_of, reports_of, run_deferred
 from specbranch.exec.serial import Serial
 from specbranch.exec.worker import Worker
 
@@ -27,7 +27,7 @@ class Streams(Serial):
         timed = Stretch(self.target, self.now) if ahead else self._stretch(self.target)
         awaited = any(order.announces for order in drafts.values())
         verifying = Verifying(self.target, verifies, None if awaited else {}, timed, prefills_of(orders))
-        do_meanwhile(orders)
+        run_deferred(orders)
         made, drafting = self._drafted(self._received(drafts, verifies), verifying.ready, verifying.tell)
         self._make_ready(verifies, verifying.ready)
         verdicts = verifying.judged(partial(self._read_ahead, verifies))
