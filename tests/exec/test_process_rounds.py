@@ -120,7 +120,7 @@ def test_only_the_session_that_the_child_has_lost_is_sent_whole(kind: str) -> No
         for session in texts:
             executor.open(session, request())
         executor.run(orders(0, 1))
-        executor._tell(Open(1, request()))  # the child begins the session anew, so it holds nothing of it
+        executor._send(Open(1, request()))  # the child begins the session anew, so it holds nothing of it
         for text in texts.values():
             text.append(4)
         reports = executor.run(orders(4, 2))

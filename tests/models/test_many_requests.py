@@ -89,7 +89,7 @@ def _read_on(worker: Worker, text: Sequence[int], most: int) -> list[int]:
     held = [0]
     while held[-1] < len(text) - 1:
         base = held[-1]
-        held.append(worker.read(0, Prefill(Context(base, tuple(text[base:-1]), text), most)))
+        held.append(worker.continue_prefill(0, Prefill(Context(base, tuple(text[base:-1]), text), most)))
     return held[1:]
 
 
