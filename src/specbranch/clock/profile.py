@@ -88,7 +88,7 @@ class CostProfile:
         return not (self.asking or self.hearing)
 
     @property
-    def begins_ahead(self) -> bool:
+    def launches_ahead(self) -> bool:
         """True if the profile knows what launching the next round ahead saves."""
         return self.asking > 0.0
 

@@ -52,7 +52,7 @@ class Costs(Protocol):
         ...
 
     @property
-    def begins_ahead(self) -> bool:
+    def launches_ahead(self) -> bool:
         """True if a device can launch the next round right after a verdict, before the host has seen it."""
         ...
 
@@ -98,15 +98,15 @@ class LearnedCosts:
 
     prices_all = False  # planning itself takes time
 
-    def __init__(self, overlap: bool = True, padded: Padded | None = None, begins_ahead: bool = False) -> None:
-        self.overlap, self.begins_ahead = overlap, begins_ahead
+    def __init__(self, overlap: bool = True, padded: Padded | None = None, launches_ahead: bool = False) -> None:
+        self.overlap, self.launches_ahead = overlap, launches_ahead
         self._padded = padded
         self.times: dict[Timed, dict[int, deque[float]]] = {kind: {} for kind in get_args(Timed)}
         # what was learned since the last save; None: nothing is saved
         self.news: list[tuple[Timed, int, float]] | None = None
         self._medians: dict[Timed, dict[int, float]] = {kind: {} for kind in get_args(Timed)}
         self._sorted: dict[Timed, CostPoints] = {}  # a cache, until the next time is added
-        self._begun: set[tuple[Timed, int]] = set()
+        self._first_dropped: set[tuple[Timed, int]] = set()
         self._doubted: set[tuple[Timed, int]] = set()
         self._ended: float | None = None
         self._drafts: dict[tuple[int, int], float] = {}  # the latest seconds of drafting in a round, by steps and width
@@ -166,10 +166,10 @@ class LearnedCosts:
 
     def add(self, kind: Timed, rows: int, seconds: float) -> None:
         """Learn a measured time. The first one at about this number of rows is dropped: it may include setup."""
-        begun = (kind, rows.bit_length())
-        if begun in self._begun:
+        size = (kind, rows.bit_length())
+        if size in self._first_dropped:
             self.count(kind, rows, seconds)
-        self._begun.add(begun)
+        self._first_dropped.add(size)
 
     def count(self, kind: Timed, rows: int, seconds: float) -> None:
         """Learn a measured time, and note it as news for the next save."""

@@ -133,13 +133,13 @@ def tree_standings(
     nodes, inside, below = tree.nodes, {*main_path, *path}, {hit}
     lost, left = list[int](), list[int]()
     for n, node in enumerate(nodes):
-        if node.fed and not node.sent:
+        if node.scored and not node.sent:
             if node.parent in below:  # the parents of computed nodes are computed
                 below.add(n)
                 left.append(n)
             elif n != hit:
                 lost.append(n)
-    head = [hit] if hit is not None and nodes[hit].fed and not nodes[hit].sent else []
+    head = [hit] if hit is not None and nodes[hit].scored and not nodes[hit].sent else []
     return [n for n in main_path if n not in path], [n for n in sent if n not in inside], lost, left, head
 
 

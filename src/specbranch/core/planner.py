@@ -19,7 +19,17 @@ from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, likeliest_nodes
 from specbranch.core.slots import ROOT
 from specbranch.core.stance import Stance
-from specbranch.core.trees import UNREAD, GrowingTree, Growth, Node, Tree, class_of, look_class, match_class, standing
+from specbranch.core.trees import (
+    NOT_SCORED,
+    GrowingTree,
+    Growth,
+    Node,
+    Tree,
+    class_of,
+    look_class,
+    match_class,
+    standing,
+)
 
 # Share of a draft step's price, split among the sessions that share the step. It bounds what a node is worth that the
 # draft computes during a verify: the draft could compute that node later, too.
@@ -175,7 +185,7 @@ class Planner:
 
     @property
     def _can_launch_ahead(self) -> bool:
-        return self._batch_size == 1 and self.costs.begins_ahead
+        return self._batch_size == 1 and self.costs.launches_ahead
 
     def _next_after(self, tree: Tree, uncomputed: int, behind: tuple[int, ...]) -> Following:
         """Return what the next round does first once a verdict adds the tokens `behind`.
@@ -186,10 +196,10 @@ class Planner:
         node: int | None = ROOT
         for token in behind:
             node = None if node is None else tree.child(node, token)
-        if node is not None and tree.nodes[node].fed:
+        if node is not None and tree.nodes[node].scored:
             return None
         words, tokens = self._ngrams.find(LOOKED, behind) if self._ngrams else (0, ())
-        chance = self._chances.looked[look_class(match_class(words), UNREAD)] if tokens else 0.0
+        chance = self._chances.looked[look_class(match_class(words), NOT_SCORED)] if tokens else 0.0
         offer = self._first_offer(1.0 - chance, uncomputed + len(behind)) if self._knows_draft else None
         return "draft" if offer is not None and pays_alone(offer) else tokens
 
@@ -202,7 +212,7 @@ class Planner:
             return None
         growth = self._growth
         gains = self._gains(tree, growth)
-        if not tree.read:
+        if not tree.root_scored:
             return self._first_offer(gains[0], uncomputed)
         values = [max(growth.worth * gain - growth.row_price, 0.0) for gain in gains if gain >= growth.least]
         return self._lane_offer(values[: growth.lanes], 0, self._rate) if values else None
@@ -238,7 +248,7 @@ class Planner:
         if grant.may:
             self.experience.reset_probe_credit()
             return replace(growth, step=grant.steps) if grant.steps else growth
-        if not tree.read and self.experience.pay_probe(self._probe_seconds(uncomputed)):
+        if not tree.root_scored and self.experience.pay_probe(self._probe_seconds(uncomputed)):
             return replace(growth, step=(0.0,), most=0)  # a probe: candidates after the committed text, no further step
         return None
 
@@ -312,8 +322,8 @@ class Planner:
         That is the root alone as long as the draft has not scored it.
         """
         growing = GrowingTree(tree)
-        if tree.read:
-            return [gain for _, gain in growing.readable(growth)]
+        if tree.root_scored:
+            return [gain for _, gain in growing.open_nodes(growth)]
         return [max(1.0 - sum(node.chance for node in tree.nodes if node.parent == ROOT), 0.0)]
 
     def record_forwards(self, orders: Orders, reports: Reports, emitted: int, waited: float = 0.0) -> None:
@@ -322,7 +332,7 @@ class Planner:
         `waited`: seconds of rounds that ran without this session.
         """
         if orders.draft is not None and not reports.draft_lost:  # a lost draft comes back
-            answered = reports.tree is not None and reports.tree.read
+            answered = reports.tree is not None and reports.tree.root_scored
             self._unanswered = 0 if answered else self._unanswered + 1
         self.experience.record_forwards(orders, reports, emitted, waited, self._slowdown, self._batch_size)
 
@@ -333,7 +343,7 @@ class Planner:
         truth = [*(tree.nodes[n].token for n in path), token]
         for parent, true_token in zip((ROOT, *path), truth, strict=True):
             children = [tree.nodes[n] for n in tree.children(parent)]
-            scored = tree.nodes[parent].fed if parent != ROOT else tree.read
+            scored = tree.nodes[parent].scored if parent != ROOT else tree.root_scored
             for node in children:
                 self._record_candidate(node, scored, node.token == true_token)
             if scored:

@@ -144,17 +144,17 @@ class Session:
         return Context(base, (*self.tokens[base:], *pending), self.tokens)
 
     def _unless_ended(self, follows: Follows | None) -> Follows | None:
-        """Nothing follows on tokens that end the text. Both models may ask, which is worked out once."""
+        """Return `follows`, with None for tokens that end the request; each answer is computed once for both models."""
         if follows is None:
             return None
         after = follows
-        said: dict[tuple[int, ...], Following] = {}
+        known: dict[tuple[int, ...], Following] = {}
 
         def following(taken: tuple[int, ...]) -> Following:
-            if taken not in said:
+            if taken not in known:
                 ended = len(taken) >= self.room or not self._ending.isdisjoint(taken)
-                said[taken] = None if ended else after(taken)
-            return said[taken]
+                known[taken] = None if ended else after(taken)
+            return known[taken]
 
         return following
 

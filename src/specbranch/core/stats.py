@@ -180,7 +180,7 @@ class Stats(Fates):
 
     def abandon_tree(self, tree: Tree) -> None:
         """Count the drafted tokens that are left when a tree is dropped."""
-        left = sum(node.fed and not node.sent for node in tree.nodes)
+        left = sum(node.scored and not node.sent for node in tree.nodes)
         self.drafted += left
         self.unused += left
 

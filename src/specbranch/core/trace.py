@@ -171,9 +171,9 @@ def _grown(orders: Orders, reports: Reports) -> dict[str, Any]:
     for n, node in enumerate(tree.nodes):
         if n not in top and node.parent in top:
             top[n] = top[node.parent]
-            sizes[top[n]] += node.fed
+            sizes[top[n]] += node.scored
     kept = _hit(orders, reports, tree)
-    grown = [head for head in heads if tree.nodes[head].fed]
+    grown = [head for head in heads if tree.nodes[head].scored]
     if kept is not None and kept not in grown:
         grown.append(kept)
     return {

@@ -52,7 +52,7 @@ def _decode(session: Session, planner: Planner, deferred: Deferred) -> MethodRou
 def _planned_round(session: Session, planner: Planner, tree: Tree, deferred: Deferred) -> TreeRound:
     """Draft while the target waits if that pays, then verify, and draft on during the verify if that pays."""
     planner.begin(len(session.tokens), session.batch_size)
-    session.stats.begin(tree.read)
+    session.stats.begin(tree.root_scored)
     tree = planner.with_lookup(tree)
     offer = planner.lane_offer(tree, session.unsent) if session.room > 1 else None
     may_draft: LaneGrant = (yield offer) if offer else LaneGrant(False)

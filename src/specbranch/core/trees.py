@@ -37,7 +37,7 @@ class Chances:
 
 
 # where a looked-up token stands with the draft: position not scored; first candidate; another one; none of them
-UNREAD, FIRST, OTHER, ABSENT = range(4)
+NOT_SCORED, FIRST, OTHER, ABSENT = range(4)
 STANDINGS = 4
 MATCHES = (2, 3, 4, 5, 9, 17)  # borders between the classes of match length, in tokens
 LOOKS = len(MATCHES) + 1
@@ -53,11 +53,11 @@ def look_class(look: int, standing: int) -> int:
     return (look - 1) * STANDINGS + standing
 
 
-def standing(node: Node, parent_read: bool) -> int:
+def standing(node: Node, parent_scored: bool) -> int:
     """Return a looked-up token's standing with the draft."""
     if node.said > 0.0:
         return OTHER if node.rank else FIRST
-    return ABSENT if parent_read else UNREAD
+    return ABSENT if parent_scored else NOT_SCORED
 
 
 def class_of(said: float) -> int:
@@ -76,7 +76,7 @@ class Node(NamedTuple):
     rank: int = 0  # among the draft's candidates for its position
     said: float = 0.0  # the draft's own probability; 0: it is not from the draft
     look: int = 0  # the class of its match, if lookup proposed it; 0: lookup did not
-    fed: bool = False  # the draft has computed it, so that its children are known
+    scored: bool = False  # the draft has computed it, so that its children are known
     sent: bool = False  # the target verifies it in this round
 
 
@@ -84,11 +84,11 @@ class Node(NamedTuple):
 class Tree:
     """Nodes by number.
 
-    `read`: the draft has scored the root, so its candidates after the committed tokens are known.
+    `root_scored`: the draft has scored the root, so its candidates after the committed tokens are known.
     """
 
     nodes: tuple[Node, ...] = ()
-    read: bool = False
+    root_scored: bool = False
     steps: tuple[int, ...] = ()  # rows of each draft step of the last Grow order
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class Growth:
 
     All times are priced in tokens. `step[w - 1]` is the price of a step over w nodes. While the target works
     (`free_time`) the draft's time costs nothing. But a step then takes `draft_delay` more, and delays the target by
-    `target_delay`. Computing a node is worth `worth` times its gain, see `GrowingTree.readable`.
+    `target_delay`. Computing a node is worth `worth` times its gain, see `GrowingTree.open_nodes`.
     """
 
     step: tuple[float, ...]
@@ -203,32 +203,32 @@ class GrowingTree:
 
     def __init__(self, tree: Tree) -> None:
         self.nodes = list(tree.nodes)
-        self.read = tree.read
+        self.root_scored = tree.root_scored
         self.steps: list[int] = []
 
-    def readable(self, growth: Growth) -> list[tuple[int, float]]:
+    def open_nodes(self, growth: Growth) -> list[tuple[int, float]]:
         """Return the nodes that the draft may compute next, with their gains, best first.
 
         The gain is the probability that the target reaches the node and then chooses a token that no child of it has
         yet.
         """
         nodes = self.nodes
-        fed = sum([node.fed for node in nodes])
-        if fed >= growth.most:
+        scored = sum([node.scored for node in nodes])
+        if scored >= growth.most:
             return []
         bar = self._last_row(growth) if growth.free_time == 0.0 else 0.0
         open_ends = [
             n
             for n, node in enumerate(nodes)
-            if not node.fed
+            if not node.scored
             and node.depth < growth.deepest
             and growth.worth * node.reach > bar
-            and (node.parent == ROOT or nodes[node.parent].fed)
+            and (node.parent == ROOT or nodes[node.parent].scored)
         ]
         known = self._known()
         found = [(n, nodes[n].reach * max(1.0 - known[n], 0.0)) for n in open_ends]
         found.sort(key=itemgetter(1), reverse=True)  # of equal ones the first stays the first
-        return found[: growth.most - fed]
+        return found[: growth.most - scored]
 
     def _known(self) -> list[float]:
         """Return the summed chances of each node's children."""
@@ -246,26 +246,26 @@ class GrowingTree:
     def graft(self, tokens: Sequence[int], words: int, chances: Chances) -> None:
         """Add looked-up tokens as a path from the root, behind a match of `words` tokens; the match gets longer with
         each."""
-        nodes, here, reach, read, new = self.nodes, ROOT, 1.0, self.read, False
+        nodes, here, reach, scored, new = self.nodes, ROOT, 1.0, self.root_scored, False
         for depth, token in enumerate(tokens, start=1):
             look, known = match_class(words + depth - 1), None
             if not new:  # what is new has no children
                 known = next((n for n, node in enumerate(nodes) if node.parent == here and node.token == token), None)
             if known is None:
-                chance = chances.looked[look_class(look, ABSENT if read else UNREAD)]
+                chance = chances.looked[look_class(look, ABSENT if scored else NOT_SCORED)]
                 reach *= chance
                 nodes.append(Node(token, here, chance, reach, depth, 1, 0.0, look))
-                here, read, new = len(nodes) - 1, False, True
+                here, scored, new = len(nodes) - 1, False, True
             else:
                 nodes[known] = nodes[known]._replace(look=look)
                 self._weigh(known, chances)
-                here, reach, read = known, nodes[known].reach, nodes[known].fed
+                here, reach, scored = known, nodes[known].reach, nodes[known].scored
 
     def _weigh(self, n: int, chances: Chances) -> None:
         """Set a node's chance and reach by all that is known of it."""
         node = self.nodes[n]
         above = self.nodes[node.parent] if node.parent != ROOT else None
-        at = look_class(node.look, standing(node, above.fed if above else self.read)) if node.look else None
+        at = look_class(node.look, standing(node, above.scored if above else self.root_scored)) if node.look else None
         if node.said > 0.0:
             chance = chances.of(node.rank, node.said)
             chance = chance if at is None else _shifted(chance, chances.shifts[at])
@@ -277,13 +277,13 @@ class GrowingTree:
         """Note that the draft has computed some nodes in one forward."""
         self.steps.append(len(numbers))
         for n in numbers:
-            self.nodes[n] = self.nodes[n]._replace(fed=True)
+            self.nodes[n] = self.nodes[n]._replace(scored=True)
 
     def add_candidates(self, parent: int, growth: Growth, tokens: Sequence[int], said: Sequence[float]) -> None:
         """Add the draft's candidates after a node; looked-up children get a new chance."""
         here = self.nodes[parent] if parent != ROOT else None
         reach, depth = (here.reach, here.depth) if here else (1.0, 0)
-        self.read = self.read or here is None
+        self.root_scored = self.root_scored or here is None
         known = {node.token: n for n, node in enumerate(self.nodes) if node.parent == parent}
         for rank, (token, probability) in enumerate(zip(tokens, said, strict=True)):
             chance = growth.chances.of(rank, probability)
@@ -300,7 +300,7 @@ class GrowingTree:
             above = self.nodes[node.parent].reach if node.parent != ROOT else 1.0
             if node.reach != above * node.chance:
                 self.nodes[n] = node._replace(reach=above * node.chance)
-        return Tree(tuple(self.nodes), self.read, tuple(self.steps))
+        return Tree(tuple(self.nodes), self.root_scored, tuple(self.steps))
 
 
 def chosen(tree: Tree, numbers: Sequence[int]) -> Tree:
@@ -308,13 +308,15 @@ def chosen(tree: Tree, numbers: Sequence[int]) -> Tree:
     renumbered = {n: at for at, n in enumerate(numbers)}
     renumbered[ROOT] = ROOT
     nodes = [tree.nodes[n] for n in numbers]
-    return Tree(tuple([Node(node[0], renumbered[node[1]], *node[2:]) for node in nodes]), tree.read)
+    return Tree(tuple([Node(node[0], renumbered[node[1]], *node[2:]) for node in nodes]), tree.root_scored)
 
 
 def marked(tree: Tree, numbers: Sequence[int]) -> Tree:
     """Return the tree with some nodes marked as being verified."""
     there = set(numbers)
-    return Tree(tuple([Node(*node[:-1], True) if n in there else node for n, node in enumerate(tree.nodes)]), tree.read)
+    return Tree(
+        tuple([Node(*node[:-1], True) if n in there else node for n, node in enumerate(tree.nodes)]), tree.root_scored
+    )
 
 
 def below(tree: Tree, root: int) -> Tree:
@@ -328,7 +330,7 @@ def below(tree: Tree, root: int) -> Tree:
             above = inside[node.parent]
             reach = node.chance * (nodes[above].reach if above != ROOT else 1.0)
             nodes.append(Node(node.token, above, node.chance, reach, node.depth - base.depth, *node[5:-1], False))
-    return Tree(tuple(nodes), base.fed)
+    return Tree(tuple(nodes), base.scored)
 
 
 def farthest(tree: Tree, deepest: int) -> list[int]:

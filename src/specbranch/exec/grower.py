@@ -29,7 +29,8 @@ class _GrowingOrder:
         self.growing = GrowingTree(order.tree)
         self.held_nodes: dict[int, int] = {ROOT: ROOT, **held}
         self.growing.nodes = [
-            node if node.fed == (n in held) else node._replace(fed=n in held) for n, node in enumerate(order.tree.nodes)
+            node if node.scored == (n in held) else node._replace(scored=n in held)
+            for n, node in enumerate(order.tree.nodes)
         ]
 
     def uncomputed_text(self) -> Feed:
@@ -43,9 +44,9 @@ class _GrowingOrder:
         if self.rest:
             self.worker.commit_path(self.session, range(len(self.rest)))
 
-    def readable(self) -> list[tuple[int, float]]:
+    def open_nodes(self) -> list[tuple[int, float]]:
         """Return the nodes that may be computed next, with their gains, best first."""
-        return self.growing.readable(self.growth)[: self.worker.slots(self.session).room]
+        return self.growing.open_nodes(self.growth)[: self.worker.slots(self.session).room]
 
     def feed(self, numbers: list[int]) -> Feed:
         """Add nodes to the KV cache; returns their work in the next step."""
@@ -73,7 +74,7 @@ class _GrowingOrder:
         if not self.worker.lets_grow or runner is None:
             return None
         held = {n: node for n, node in self.held_nodes.items() if n != ROOT}
-        tree = Tree(tuple(self.growing.nodes), self.growing.read)
+        tree = Tree(tuple(self.growing.nodes), self.growing.root_scored)
         growing = Growing(self.session, tuple(self.rest), tree, held, self.growth, self.order.receiver)
         grown = runner.grow(growing, done if self.order.until_target else self.worker.enough)
         if grown is not None:
@@ -112,7 +113,7 @@ def _compute_texts(worker: Worker, trees: list[_GrowingOrder]) -> float:
     tokens."""
     if not trees:
         return 0.0
-    unasked = [tree for tree in trees if not tree.growing.read]
+    unasked = [tree for tree in trees if not tree.growing.root_scored]
     proposals = worker.propose(
         [tree.uncomputed_text() for tree in trees], [tree.ask(len(tree.rest) - 1) for tree in unasked]
     )
@@ -141,12 +142,12 @@ def _steps(
         return []
     over = done()
     growing = [tree for tree in trees if not (over and tree.order.until_target)]
-    readable = [tree.readable() for tree in growing]
-    gains = [[gain for _, gain in nodes] for nodes in readable]
+    open_nodes = [tree.open_nodes() for tree in growing]
+    gains = [[gain for _, gain in nodes] for nodes in open_nodes]
     widths = paces([tree.growth for tree in growing], spent, gains) if growing else []
     return [
         (tree, sorted(n for n, _ in nodes[:width]))
-        for tree, nodes, width in zip(growing, readable, widths, strict=True)
+        for tree, nodes, width in zip(growing, open_nodes, widths, strict=True)
         if width and worker.make_room(tree.session, width)
     ]
 

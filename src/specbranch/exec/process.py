@@ -208,9 +208,7 @@ class Process:
         work = ChildRound(self._ticket, drafts, frozenset(s for s in drafts if self._sessions[s].by_ratio))
         self._allow(work)
         self._post(Work(work.ticket, drafts))
-        self._work = (
-            work  # not earlier: an interrupt may leave an answer without a round, not the reverse
-        )
+        self._work = work  # not earlier: an interrupt may leave an answer without a round, not the reverse
         self._hand_over()
         return work
 

@@ -92,7 +92,7 @@ class Worker:
 
         Returns the tokens still to be computed, and the tail nodes of those tree nodes that are computed.
         """
-        uncomputed, path = self._uncomputed(session, on, 0, asked=0 if tree.read else 1)
+        uncomputed, path = self._uncomputed(session, on, 0, asked=0 if tree.root_scored else 1)
         rest = uncomputed[len(path) :]
         held = {} if rest else _held_nodes(self.slots(session), path[-1] if path else ROOT, tree)
         kept = sorted(held.values())
@@ -247,7 +247,7 @@ def _held_nodes(slots: Slots, root: int, tree: Tree) -> dict[int, int]:
     held: dict[int, int] = {}
     for n, node in enumerate(tree.nodes):
         above = root if node.parent == ROOT else held.get(node.parent)
-        if node.fed and above is not None and (above, node.token) in at:
+        if node.scored and above is not None and (above, node.token) in at:
             held[n] = at[above, node.token]
     return held
 
