@@ -1,11 +1,11 @@
 """Pages of a KV cache: which sequence holds which, and the prefix cache.
 
-Owns page tables, reference counts, the bound, and the prefix cache. A page that prefill has filled is *known* by a
-digest of all tokens up to its last, and of how they were cut into chunks. It stays known when nobody holds it any more
-(it is *idle* then), until its memory is needed: the least recently held goes first. Knows no memory and no model.
-Invariants: a page is free, idle, or has as many users as tables name it; KV slot `i` of a sequence is in page `i //
-size` of its table; nobody writes to a page with another user, nor to known KV slots; a digest is that of one page, and
-a page is known by one digest.
+Owns page tables, reference counts, the bound, and the prefix cache. Prefill makes a page *known* by a digest of all
+tokens up to its last, and of their cut into chunks. It stays known when nobody holds it any more (it is *idle* then),
+until its memory is needed: the least recently held goes first. Knows no memory and no model. Invariants: a page is
+free, idle, or has as many users as tables name it; KV slot `i` of a sequence is in page `i // size` of its table;
+nobody writes to a page with another user, nor to known KV slots; a digest is that of one page, and a page is known by
+one digest.
 """
 
 from __future__ import annotations

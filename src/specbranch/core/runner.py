@@ -1,8 +1,8 @@
 """The protocol between workers and models: a Runner computes nodes and answers questions about them.
 
 Owns no behaviour. Invariants: logits stay where they were computed; only token ids, confidences and a few probabilities
-come out. The answer about a node depends on the tokens up to it and on its sequence's request alone, not on what else
-is in the same forward.
+come out. The answer about a node depends on the tokens up to it and on its sequence's request. It does not depend on
+what else is in the same forward.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ request's tokens are as if it were alone; a request that has left, however it di
 The bound on waiting: higher priorities go first, and within a priority requests are admitted in the order of arrival;
 none is overtaken by a later one. Assume that at most M requests decode at once, none takes more than R rounds, and
 there is memory for M. Then a request with k others before it is admitted after at most ⌊k / M⌋ · R rounds. If memory is
-short, the oldest request of the highest priority is never preempted, so it is admitted after at most k · R rounds of
+short, the oldest request of the highest priority is never preempted. So it is admitted after at most k · R rounds of
 its own kind. Once prefilled, a request takes part in every round of the target. While m prompts are not prefilled, one
 of p chunks is done within m · p such rounds, however long the others are.
 """
