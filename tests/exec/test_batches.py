@@ -214,7 +214,7 @@ def test_a_draft_that_forgot_one_session_is_told_it_anew_and_the_others_keep_wha
     for _ in range(5):
         loop.step()
     assert executor.draft
-    executor.draft.leave(sessions[1].number)
+    executor.draft.free(sessions[1].number)
     executor.draft.open(sessions[1].number, sessions[1].request)
     step_until_done(loop)
     for session, (case, _) in zip(sessions, requests, strict=True):

@@ -161,7 +161,7 @@ def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[li
             text.append(verifier.judge(scored, {})[number].token)
             assert not failed
         found.append(verifier.prefill_counts()[number])
-        verifier.leave(number)
+        verifier.free(number)
         runner.check()
     return text, found
 

@@ -145,7 +145,7 @@ def test_what_is_only_read_does_not_begin_where_an_earlier_tree_began(decoders: 
     now = time.perf_counter()
     report = works.run({9: Orders(Prefill(Context(0, prompt[:-1], prompt), 64))})[9]
     assert report.drafting is not None and report.drafting.start > now
-    works.leave(9)
+    works.free(9)
 
 
 def test_a_text_is_told_from_where_it_is_held() -> None:

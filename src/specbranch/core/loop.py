@@ -81,7 +81,7 @@ class Executor(Protocol):
         """Run one round; returns a report for every session that has orders."""
         ...
 
-    def leave(self, session: int) -> None:
+    def free(self, session: int) -> None:
         """Free the session's KV cache in both models; harmless if there is none."""
         ...
 
@@ -220,7 +220,7 @@ class Loop:
             self.executor.open(session.number, session.request)
             first = next(method)
         except BaseException:
-            self.executor.leave(session.number)
+            self.executor.free(session.number)
             raise
         self._live[session.number] = _Member(session, method, next(self._turns), first)
 
@@ -250,7 +250,7 @@ class Loop:
 
     def preempt(self, session: Session) -> None:
         """Free a live session's KV cache; its orders stand, and run once it is resumed."""
-        self.executor.leave(session.number)
+        self.executor.free(session.number)
         self._preempted[session.number] = self._live.pop(session.number)
 
     def resume(self, session: Session) -> None:
@@ -283,7 +283,7 @@ class Loop:
             if session.finished in (None, "error") and verify and verify.parents is None:
                 # No verdict will come for this chain. A tree's tokens count once they are judged.
                 session.stats.unused += len(verify.tokens)
-            self.executor.leave(session.number)
+            self.executor.free(session.number)
 
     def close(self) -> None:
         """Stop the workers, for good."""

@@ -304,14 +304,15 @@ class Planner:
         alone, costs = self._growth, self.costs
         steps = grant.steps or alone.step  # prices by the rows of a step, those of all sessions
         sharing = min(self._batch_size, len(steps))
-        share_of_step = SPARED * steps[sharing - 1] / sharing  # of a step with one row of each session
+        # A node is worth at most SPARED times its session's share of a step with one row of each session.
+        most_worth = SPARED * steps[sharing - 1] / sharing
         return replace(
             alone,
             step=_affordable_widths(steps, free_time) if self._branches else steps[: self._batch_size],
             free_time=free_time,
             target_delay=grant.rate * costs.slow_down,
             draft_delay=grant.rate * costs.draft_slow_down,
-            worth=min(alone.worth, share_of_step),
+            worth=min(alone.worth, most_worth),
             row_price=0.0,
             children=alone.children if self._branches else 1,
         )

@@ -61,7 +61,7 @@ def rehearse(
     except SpecBranchError:  # such as a context that is too short: what is not timed now is learned later
         pass
     finally:
-        executor.leave(NUMBER)
+        executor.free(NUMBER)
 
 
 def _warm_up(executor: Executor, orders: Orders, on: Context) -> None:

@@ -102,10 +102,10 @@ def _made(recipe: Recipe) -> Drafter:
 def _answer(channel: Channel, drafter: Drafter, message: WireMessage, backlog: deque[WireMessage]) -> None:
     match message:
         case Open(session, request):
-            drafter.leave(session)
+            drafter.free(session)
             drafter.open(session, request)
         case Leave(session):
-            drafter.leave(session)
+            drafter.free(session)
         case Work():
             _work(channel, drafter, message, backlog)
         case TargetDone() | Enough():

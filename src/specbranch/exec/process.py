@@ -187,9 +187,9 @@ class Process:
         """Return the KV slots of the target, if it counts them; those of the child are unknown here."""
         return kv_slots_of(self.target)
 
-    def leave(self, session: int) -> None:
+    def free(self, session: int) -> None:
         """Free a session's KV cache in both models."""
-        self.target.leave(session)
+        self.target.free(session)
         if self._sessions.pop(session, None):
             self._send(Leave(session))
 

@@ -69,12 +69,12 @@ class Serial:
         """ "ready": a draft in this process always is, if there is one."""
         return "ready" if self.draft else "none"
 
-    def leave(self, session: int) -> None:
+    def free(self, session: int) -> None:
         """Free a session's KV cache in both models."""
         self._without.discard(session)
-        self.target.leave(session)
+        self.target.free(session)
         if self.draft:
-            self.draft.leave(session)
+            self.draft.free(session)
 
     def close(self) -> None:
         """Nothing to stop."""

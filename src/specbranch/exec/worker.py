@@ -56,7 +56,7 @@ class Worker:
         self.runner.open(session, request)
         self._held[session] = Holding(request)
 
-    def leave(self, session: int) -> None:
+    def free(self, session: int) -> None:
         """Free a session's KV cache; harmless if there is none."""
         if self._held.pop(session, None):
             self.runner.close(session)
