@@ -72,7 +72,7 @@ def one_request(verifier: Verifier, number: int, rng: random.Random, context: in
     for _ in range(8):
         text.append(judged(verifier, number, Verify(Context(0, tuple(text)), goes_on=True)))
     verifier.runner.propose([Feed(number, (1, 2), (ROOT, ROOT))], [Ask(number, 0, 4), Ask(number, 1, 4)])
-    verifier.leave(number)
+    verifier.free(number)
 
 
 def judged(verifier: Verifier, number: int, order: Verify) -> int:

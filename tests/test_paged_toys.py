@@ -68,7 +68,7 @@ def serve(pair: Pair, requests: int, at_once: int, compared: float) -> list[Sess
             join(pair.loop, live[-1], rng.choice(METHODS))
         pair.loop.step()
         if rng.random() < 0.02 and live:
-            pair.loop.leave(live[-1])
+            pair.loop.remove(live[-1])
             live[-1].finished = live[-1].finished or "error"
         for one in [one for one in live if one.finished]:
             live.remove(one)

@@ -34,7 +34,7 @@ from specbranch.core.runner import Feed, Trial, Verdicts
 from specbranch.core.session import Session, Watcher
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.core.trace import Trace
-from specbranch.core.tree_rounds import growing
+from specbranch.core.tree_rounds import decode_tree
 from specbranch.core.trees import Growth, Tree
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Recipe, WireMessage
@@ -280,7 +280,7 @@ class Timeless(Experience):
     """Goes by the profile where the executor's own clock has nothing to do with it: always as fast as it was at
     first."""
 
-    def note(self, orders: Orders, reports: Reports, emitted: int, *batch_size: float) -> None:
+    def record_forwards(self, orders: Orders, reports: Reports, emitted: int, *batch_size: float) -> None:
         """Learn nothing of time."""
 
 
@@ -298,10 +298,10 @@ class Wanderer(Planner):
     def lane_offer(self, tree: Tree, uncomputed: int) -> None:
         """Nobody is asked."""
 
-    def while_waiting(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:
+    def plan_draft_before_verify(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:
         return self._any("alone") if self._random("whether").random() < 0.6 else None
 
-    def while_verifying(self, tree: Tree, grant: RowGrant) -> Growth | None:
+    def plan_draft_during_verify(self, tree: Tree, grant: RowGrant) -> Growth | None:
         return self._any("beside", free_time=1e9) if self._random("also").random() < 0.7 else None
 
     def candidates(self, tree: Tree, room: int) -> list[int]:
@@ -330,7 +330,7 @@ class Wanderer(Planner):
 
 def wandering(session: Session) -> MethodRounds:
     """Every order of growing and sending comes up."""
-    return growing(session, Wanderer(session, Ngrams(session.tokens, 2)))
+    return decode_tree(session, Wanderer(session, Ngrams(session.tokens, 2)))
 
 
 def decode(

@@ -292,7 +292,7 @@ def _experience_file(
 def _learned_costs(model: Runner, overlap: bool) -> LearnedCosts:
     """Return what is known of the costs before anything is timed."""
     padded = model.padded if isinstance(model, PadsForwards) else None
-    return LearnedCosts(overlap, padded, begins_ahead=isinstance(model, ReceivesTrees))
+    return LearnedCosts(overlap, padded, launches_ahead=isinstance(model, ReceivesTrees))
 
 
 def _most_at_once(max_batch: int | None, model: Runner) -> int:

@@ -180,7 +180,7 @@ class EngineThread:
     def _rest(self, submission: Submission, resting: bool) -> None:
         submission.resting = resting
         for ticket in submission.tickets:
-            self._scheduler.rest(ticket, resting)
+            self._scheduler.set_paused(ticket, resting)
         self._note()  # there may be no further round to take it
 
     def _let_go(self, submission: Submission, error: SpecBranchError) -> None:

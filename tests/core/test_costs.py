@@ -97,7 +97,7 @@ def test_what_a_step_takes_longer_beside_the_target_is_told_apart() -> None:
     """Steps of 2 alone take 4 beside it, and a target of 10 takes 1 more for each."""
     costs, on = LearnedCosts(), Context(5, (1,))
     grow, verify = Grow(on, NO_TREE, GROWTH), Verify(on)
-    tree = Tree(read=True, steps=(1, 1))
+    tree = Tree(root_scored=True, steps=(1, 1))
     for _ in range(4):
         costs.observe({0: Orders(grow)}, {0: Reports(tree=tree, drafting=Span(0.0, 4.0))})
         costs.observe({0: Orders(verify=verify)}, {0: Reports(verifying=Span(4.0, 14.0, 1))})
@@ -113,12 +113,12 @@ def test_what_comes_once_for_all_steps_is_told_apart_from_them() -> None:
     costs, on = LearnedCosts(), Context(5, (1,))
     for _ in range(6):
         for count in (2, 8):
-            tree = Tree(read=True, steps=(1,) * count)
+            tree = Tree(root_scored=True, steps=(1,) * count)
             costs.observe(
                 {0: Orders(Grow(on, NO_TREE, GROWTH))}, {0: Reports(tree=tree, drafting=Span(0.0, 5 + 2 * count))}
             )
     assert costs.draft_setup == pytest.approx(5.0) and costs.draft_seconds(1) == pytest.approx(2.0)
-    verify, tree = Verify(on), Tree(read=True, steps=(1, 1))
+    verify, tree = Verify(on), Tree(root_scored=True, steps=(1, 1))
     for _ in range(3):
         costs.observe({0: Orders(verify=verify)}, {0: Reports(verifying=Span(0.0, 20.0, 1))})
         both = Reports(tree=tree, drafting=Span(0.0, 11.0), verifying=Span(0.0, 20.0, 1))
@@ -127,7 +127,7 @@ def test_what_comes_once_for_all_steps_is_told_apart_from_them() -> None:
 
 
 def test_steps_that_were_never_timed_alone_are_timed_beside_the_target() -> None:
-    costs, on, tree = LearnedCosts(), Context(5, (1,)), Tree(read=True, steps=(1, 1))
+    costs, on, tree = LearnedCosts(), Context(5, (1,)), Tree(root_scored=True, steps=(1, 1))
     for _ in range(2):
         report = Reports(tree=tree, drafting=Span(14.0, 22.0), verifying=Span(14.0, 26.0, 1))
         costs.observe({0: Orders(Grow(on, NO_TREE, GROWTH), Verify(on))}, {0: report})

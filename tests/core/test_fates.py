@@ -45,7 +45,7 @@ def test_of_a_branch_that_was_hit_the_head_alone_is_settled() -> None:
 
 
 def node(parent: int, sent: bool = False, fed: bool = True) -> Node:
-    return Node(0, parent, 0.5, 0.5, 1, fed=fed, sent=sent)
+    return Node(0, parent, 0.5, 0.5, 1, scored=fed, sent=sent)
 
 
 def test_a_tree_is_told_apart_by_what_was_sent_and_what_hangs_below_the_hit() -> None:

@@ -7,7 +7,7 @@ import pytest
 from specbranch.config import SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
-from specbranch.core.orders import Meanwhile
+from specbranch.core.orders import Deferred
 from specbranch.core.session import Session
 from specbranch.core.stats import Stats
 from toybench import PROFILE, Case, Ending, Timeless, next_number, run_out, serial
@@ -15,14 +15,14 @@ from toybench import PROFILE, Case, Ending, Timeless, next_number, run_out, seri
 
 def test_a_task_that_raises_comes_up_where_it_was_put_off() -> None:
     done: list[int] = []
-    meanwhile = Meanwhile()
-    meanwhile.add(done.append, 1)
-    meanwhile.add(int, "no number")
-    meanwhile.attempt()
+    deferred = Deferred()
+    deferred.add(done.append, 1)
+    deferred.add(int, "no number")
+    deferred.attempt()
     assert done == [1]
     with pytest.raises(ValueError, match="no number"):
-        meanwhile()
-    meanwhile()
+        deferred.run()
+    deferred.run()
 
 
 class Broken(Stats):

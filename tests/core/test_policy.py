@@ -190,10 +190,10 @@ def test_the_table_has_every_policy_and_every_part_that_settings_may_name() -> N
 
 
 def test_only_a_policy_with_its_part_for_signals_heeds_them() -> None:
-    heeding = {name for name in POLICIES if METHODS["specbranch"].heeds_signals(SpeculativeConfig(policy=name))}
-    assert heeding == {"paper"}
-    assert not METHODS["specbranch"].heeds_signals(SpeculativeConfig(policy="paper", without=("hrad",)))
-    assert not any(method.heeds_signals(SpeculativeConfig()) for method in METHODS.values())
+    using = {name for name in POLICIES if METHODS["specbranch"].uses_signals(SpeculativeConfig(policy=name))}
+    assert using == {"paper"}
+    assert not METHODS["specbranch"].uses_signals(SpeculativeConfig(policy="paper", without=("hrad",)))
+    assert not any(method.uses_signals(SpeculativeConfig()) for method in METHODS.values())
 
 
 def test_the_planner_plans_no_chains() -> None:

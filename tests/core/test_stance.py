@@ -155,8 +155,8 @@ def test_free_text_on_which_plain_decoding_is_faster_does_not_keep_copied_text_f
     }
     for _ in range(3000):  # planning gives twice the tokens on copied text, half of them on free text
         for name, planner in planners.items():
-            way = planner.plainly(1)
-            planner.passed(1, way, 2, 2.0 if way else 1.0 if name == "copied" else 4.0)
-    assert planners["free"].plainly(1) is True and planners["copied"].plainly(1) is False
-    assert Planner(experience).plainly(1) is True, "nothing is looked up"
-    assert Planner(experience, ngrams=Ngrams([*range(30), 7, 3, 4, 5], 4)).plainly(1) is True, "three tokens alike"
+            way = planner.choose_plain(1)
+            planner.record_round(1, way, 2, 2.0 if way else 1.0 if name == "copied" else 4.0)
+    assert planners["free"].choose_plain(1) is True and planners["copied"].choose_plain(1) is False
+    assert Planner(experience).choose_plain(1) is True, "nothing is looked up"
+    assert Planner(experience, ngrams=Ngrams([*range(30), 7, 3, 4, 5], 4)).choose_plain(1) is True, "three tokens alike"

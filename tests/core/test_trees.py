@@ -17,8 +17,8 @@ from specbranch.core.trees import (
     EDGES,
     FIRST,
     NO_TREE,
+    NOT_SCORED,
     OTHER,
-    UNREAD,
     GrowingTree,
     Growth,
     Node,
@@ -47,7 +47,7 @@ def grown() -> GrowingTree:
 
 
 def numbers(growing: GrowingTree, growth: Growth) -> list[int]:
-    return [n for n, _ in growing.readable(growth)]
+    return [n for n, _ in growing.open_nodes(growth)]
 
 
 def numbers_of(tree: Tree) -> list[tuple[int, int]]:
@@ -64,7 +64,12 @@ def made(shape: list[tuple[int, float, bool]]) -> Tree:
         over = nodes[parent] if parent != ROOT else None
         nodes.append(
             Node(
-                100 + at, parent, chance, chance * (over.reach if over else 1.0), over.depth + 1 if over else 1, fed=fed
+                100 + at,
+                parent,
+                chance,
+                chance * (over.reach if over else 1.0),
+                over.depth + 1 if over else 1,
+                scored=fed,
             )
         )
     return Tree(tuple(nodes), True)
@@ -75,7 +80,7 @@ def test_reach_is_the_product_of_chances_on_the_way() -> None:
     assert numbers_of(tree) == [(10, ROOT), (11, ROOT), (20, 0), (21, 0)]
     assert tree.nodes[0].reach == tree.nodes[0].chance == CHANCES.of(0, 0.8)
     assert tree.nodes[3].reach == pytest.approx(CHANCES.of(0, 0.8) * CHANCES.of(1, 0.3))
-    assert tree.read and [node.depth for node in tree.nodes] == [1, 1, 2, 2]
+    assert tree.root_scored and [node.depth for node in tree.nodes] == [1, 1, 2, 2]
 
 
 def test_what_is_hardly_likely_is_not_taken_in_but_the_first_always_is() -> None:
@@ -102,23 +107,23 @@ def test_while_the_target_waits_nothing_is_read_that_could_not_be_sent() -> None
 def test_a_node_whose_continuation_is_known_is_less_in_need_of_reading() -> None:
     growing = GrowingTree(NO_TREE)
     growing.graft((10, 20), 4, CHANCES)
-    ((number, gain),) = growing.readable(GROWTH)
+    ((number, gain),) = growing.open_nodes(GROWTH)
     assert (number, gain) == (0, pytest.approx(growing.nodes[0].reach * (1 - growing.nodes[1].chance)))
     growing.feed([0])
-    assert growing.readable(GROWTH) == [(1, growing.nodes[1].reach)]
+    assert growing.open_nodes(GROWTH) == [(1, growing.nodes[1].reach)]
 
 
 @given(TREES, st.booleans())
 def test_what_may_be_read_next_is_in_the_order_of_its_gain(shape: list[tuple[int, float, bool]], beside: bool) -> None:
     growing = GrowingTree(made(shape))
     growth = replace(GROWTH, rows=4, free_time=9.0 if beside else 0.0)
-    found = growing.readable(growth)
+    found = growing.open_nodes(growth)
     assert found == sorted(found, key=lambda pair: (-pair[1], pair[0]))
     for n, gain in found:
         known = sum(node.chance for node in growing.nodes if node.parent == n)
         assert gain == pytest.approx(growing.nodes[n].reach * max(1.0 - known, 0.0))
     bar = sorted((node.reach for node in growing.nodes), reverse=True)[3] if len(shape) > 3 and not beside else 0.0
-    fed = {ROOT, *(n for n, node in enumerate(growing.nodes) if node.fed)}
+    fed = {ROOT, *(n for n, node in enumerate(growing.nodes) if node.scored)}
     open_ends = [n for n, node in enumerate(growing.nodes) if n not in fed and node.parent in fed and node.reach > bar]
     assert sorted(n for n, _ in found) == open_ends
 
@@ -141,11 +146,11 @@ def test_draft_and_text_correct_each_other() -> None:
 
 
 def test_every_standing_has_a_class_of_its_own() -> None:
-    kv_slots = (UNREAD, FIRST, OTHER, ABSENT)
+    kv_slots = (NOT_SCORED, FIRST, OTHER, ABSENT)
     classes = {look_class(match_class(words), where) for words in range(1, 40) for where in kv_slots}
     assert classes == set(range(len(CHANCES.looked))) and len(CHANCES.looked) == len(CHANCES.shifts)
     node = Node(1, ROOT, 0.5, 0.5, 1)
-    assert standing(node, False) == UNREAD and standing(node, True) == ABSENT
+    assert standing(node, False) == NOT_SCORED and standing(node, True) == ABSENT
     assert standing(node._replace(said=0.3), True) == FIRST and standing(node._replace(said=0.3, rank=2), True) == OTHER
 
 
@@ -169,7 +174,7 @@ def test_what_hangs_below_a_node_is_a_tree_again(shape: list[tuple[int, float, b
     tree = made(shape)
     for root, base in enumerate(tree.nodes):
         part = below(tree, root)
-        assert part.read == base.fed
+        assert part.root_scored == base.scored
         assert all(node.reach == pytest.approx(tree.nodes[node.token - 100].reach / base.reach) for node in part.nodes)
         assert all(node.depth == tree.nodes[node.token - 100].depth - base.depth for node in part.nodes)
         assert all(node.parent < at for at, node in enumerate(part.nodes))

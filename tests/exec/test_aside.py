@@ -14,7 +14,7 @@ from specbranch.core.orders import Aside, Context, Sparse, Verify
 from specbranch.core.request import Request
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.exec.verifier import Verifier
-from specbranch.exec.worker import READ_AT_ONCE
+from specbranch.exec.worker import UNCOMPUTED_AT_ONCE
 from specbranch.lab.toys.toys import ListLaw, ToyRunner, shaped
 from toybench import VOCABULARY, law
 
@@ -101,7 +101,7 @@ def test_the_targets_own_token_is_not_taken_from_aside(temperature: float, rule:
 
 
 def test_a_tail_full_of_guesses_leaves_room_for_tokens_that_were_lost() -> None:
-    text = tuple(token % VOCABULARY for token in range(3 * READ_AT_ONCE))
+    text = tuple(token % VOCABULARY for token in range(3 * UNCOMPUTED_AT_ONCE))
     request = request_of(0.8, "match", 5, text[:2])  # the rest are steps, read again
     aside = Aside((1,) * (TAIL - 1), tuple(range(ROOT, TAIL - 2)), (0, TAIL - 2))
     told = judged(opened(request), Verify(Context(0, text), aside=aside))[2]

@@ -139,7 +139,7 @@ def test_a_session_that_leaves_early_disturbs_no_other(executor: Executor) -> No
         loop.step()
     leaving = [session for session in sessions[::3] if not session.finished]
     for session in leaving:
-        loop.leave(session)
+        loop.remove(session)
     step_until_done(loop)
     assert len(leaving) >= 2
     for session, (case, _) in zip(sessions, requests, strict=True):
@@ -157,8 +157,8 @@ def test_leaving_twice_is_harmless(executor: Executor) -> None:
     loop = Loop(executor)
     session = start(loop, Case((1,), 0.0, 0, LONG), config_of("confidence", "match"))
     loop.step()
-    loop.leave(session)
-    loop.leave(session)
+    loop.remove(session)
+    loop.remove(session)
     assert not loop.live
 
 
@@ -196,7 +196,7 @@ def test_finished_sessions_hold_nothing() -> None:
     loop = Loop(executor)
     sessions = [start(loop, *request) for request in mixed(12, ("match",))]
     loop.step()
-    loop.leave(sessions[0])
+    loop.remove(sessions[0])
     step_until_done(loop)
     assert executor.draft
     for worker in (executor.target, executor.draft):
@@ -214,7 +214,7 @@ def test_a_draft_that_forgot_one_session_is_told_it_anew_and_the_others_keep_wha
     for _ in range(5):
         loop.step()
     assert executor.draft
-    executor.draft.leave(sessions[1].number)
+    executor.draft.free(sessions[1].number)
     executor.draft.open(sessions[1].number, sessions[1].request)
     step_until_done(loop)
     for session, (case, _) in zip(sessions, requests, strict=True):

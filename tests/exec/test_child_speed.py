@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specbranch.core.orders import Branch, Context, Draft, Plan, Prefill, PrefillCount, Reached, Span
-from specbranch.exec.child_speed import READING, TIMES, TIMES_LOST, Amount, ChildLimits, ChildSpeed, amount_of
+from specbranch.exec.child_speed import PREFILL_WAIT, TIMES, TIMES_LOST, Amount, ChildLimits, ChildSpeed, amount_of
 
 LIMITS = ChildLimits()
 CHAIN = (Branch(0, (1,) * 10, (0.5,) * 10),)
@@ -30,7 +30,7 @@ def test_a_round_waits_for_a_few_times_what_its_steps_take() -> None:
 
 
 def test_however_long_a_text_is_a_round_does_not_wait_for_its_reading() -> None:
-    assert measured(0.001, 0.01).patience(Amount(30_000, 1), LIMITS) == TIMES * (READING + 0.001)
+    assert measured(0.001, 0.01).patience(Amount(30_000, 1), LIMITS) == TIMES * (PREFILL_WAIT + 0.001)
 
 
 def test_a_long_text_takes_long_before_the_worker_is_lost_and_a_short_one_does_not() -> None:

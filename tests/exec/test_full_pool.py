@@ -227,11 +227,11 @@ def test_what_rests_gives_its_memory_to_one_that_waits_while_others_run() -> Non
     for _ in range(5):
         scheduler.step()
     ticket = next(one for one in scheduler.tickets if one.session is slow)
-    scheduler.rest(ticket, True)
+    scheduler.set_paused(ticket, True)
     other = submit(scheduler, Case(cases[2].prompt, 0.7, 2, Ending("short", max_tokens=4, ignore_eos=True)), plain)
     while not other.finished:
         scheduler.step()
     assert not other.error and not running.finished and ticket.state == "waiting"
-    scheduler.rest(ticket, False)
+    scheduler.set_paused(ticket, False)
     finish(scheduler, target)
     assert [answer(one) for one in (running, slow)] == [plainly(case, law()) for case in cases[:2]]

@@ -24,7 +24,7 @@ from specbranch.core.orders import Branch, Context, Verdict
 from specbranch.core.policy import Entropy, Policy
 from specbranch.core.session import Session, Watcher
 from specbranch.core.trace import Trace
-from specbranch.core.tree_rounds import growing
+from specbranch.core.tree_rounds import decode_tree
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
@@ -344,7 +344,7 @@ def test_a_perfect_draft_is_never_rejected_by_a_planner(
     executor, cell = executor_of(kind, 0.0, VOCABULARY), Cell(0.0, method, kind)
     config = replace(cell.config(), without=("lookup",))
     for temperature in TEMPERATURES:
-        experience, start = Timeless(PROFILE), cell.start and (lambda session: growing(session, Wanderer(session)))
+        experience, start = Timeless(PROFILE), cell.start and (lambda session: decode_tree(session, Wanderer(session)))
         sessions = [
             decode(executor, case(seed, temperature), config, None, None, experience, start) for seed in range(10)
         ]

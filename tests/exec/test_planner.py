@@ -345,7 +345,7 @@ def test_more_is_taken_in_and_read_at_once_only_where_the_draft_reads_on_beside_
             branches="branches" not in without,
         )
         planner.begin(10)
-        growth = planner.while_waiting(NO_TREE, 1, LaneGrant(True))
+        growth = planner.plan_draft_before_verify(NO_TREE, 1, LaneGrant(True))
         assert growth is not None and len(growth.step) == lanes
         assert (growth.children, growth.least) == (like.children, like.least), without
 
@@ -362,7 +362,7 @@ def test_a_step_beside_the_target_is_so_wide_that_four_follow_each_other(eight: 
     planner.begin(10)
     growing = GrowingTree(NO_TREE)
     growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
-    beside = planner.while_verifying(growing.tree(), RowGrant(3, 4, growth_rate(planner)))
+    beside = planner.plan_draft_during_verify(growing.tree(), RowGrant(3, 4, growth_rate(planner)))
     assert beside is not None and len(beside.step) == lanes
 
 
@@ -372,7 +372,7 @@ def test_a_wide_step_that_costs_little_more_is_made_however_short_the_target_tak
     planner.begin(10)
     growing = GrowingTree(NO_TREE)
     growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
-    beside = planner.while_verifying(growing.tree(), RowGrant(3, 4, growth_rate(planner)))
+    beside = planner.plan_draft_during_verify(growing.tree(), RowGrant(3, 4, growth_rate(planner)))
     assert beside is not None and len(beside.step) == 16
 
 
@@ -386,7 +386,7 @@ def test_reading_beside_the_target_has_to_bring_more_than_beginning_with_the_ver
         growing = GrowingTree(NO_TREE)
         growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
         grant = granted({number: planner.row_offer(growing.tree(), [0]) for number in range(batch_size)})[0]
-        found.append(planner.while_verifying(growing.tree(), grant) is not None)
+        found.append(planner.plan_draft_during_verify(growing.tree(), grant) is not None)
     # in a batch nothing is begun with a verdict, so nothing is lost
     assert found == [True, True, batch_size > 1]
 
@@ -400,7 +400,7 @@ def test_reading_beside_the_target_spares_a_session_its_part_of_a_step_that_all_
     growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
     offers = {number: planner.row_offer(growing.tree(), [0]) for number in range(batch_size)}
     grant = granted(offers)[0]
-    beside = planner.while_verifying(growing.tree(), grant)
+    beside = planner.plan_draft_during_verify(growing.tree(), grant)
     assert beside is not None
     assert beside.worth == pytest.approx(SPARED * grant.rate * costs.draft_seconds(batch_size) / batch_size)
 
@@ -412,7 +412,7 @@ def test_what_reading_is_worth_does_not_rise_with_candidates_that_are_hardly_sen
         planner.begin(10)
         growing = GrowingTree(NO_TREE)
         growing.add_candidates(ROOT, replace(growth_of(planner), least=0.0), range(8), (0.3, *[0.1] * 7))
-        planner.observe(growing.tree(), [], rank)
+        planner.record_verdict(growing.tree(), [], rank)
         shares.append(planner.insight.cover.shares()[0])
     assert shares[0] == shares[1] > shares[2]
 
@@ -430,8 +430,8 @@ def test_a_round_that_sends_nothing_may_have_the_draft_work_beside_it() -> None:
     planner.begin(10)
     growing = GrowingTree(NO_TREE)
     growing.graft((5, 6, 7), 4, planner.insight.chances())
-    assert planner.looks_up(growing.tree(), [0, 1]) and not planner.looks_up(NO_TREE, [])
-    assert not Planner(Experience(TEN)).looks_up(growing.tree(), [0, 1]), "nothing is begun with a verdict there"
+    assert planner.launches_lookup(growing.tree(), [0, 1]) and not planner.launches_lookup(NO_TREE, [])
+    assert not Planner(Experience(TEN)).launches_lookup(growing.tree(), [0, 1]), "nothing is begun with a verdict there"
 
 
 @pytest.mark.parametrize("step", [0.0001, 0.1])
@@ -441,7 +441,7 @@ def test_what_follows_a_verdict_is_the_draft_where_that_pays_else_what_is_looked
     growing = GrowingTree(NO_TREE)
     growing.add_candidates(ROOT, growth_of(planner), (4, 5), (0.6, 0.2))
     growing.feed([0])
-    follows = planner.follows(growing.tree(), 0)
+    follows = planner.launch_ahead(growing.tree(), 0)
     assert follows is not None
     assert follows((4,)) is None, "the draft has read it, and may have something to say"
     assert follows((5,)) == ("draft" if step < 0.01 else ())
@@ -452,12 +452,12 @@ def test_what_is_saved_for_a_draft_that_does_not_pay_is_gone_once_it_is_asked() 
     experience = Experience(TEN)
     round_of = Orders(verify=Verify(Context(0, (1,)))), Reports(verifying=Span(0.0, 1.0))
     for _ in range(10):
-        experience.note(*round_of, 1)
-    experience.spend()
-    assert not experience.affords(0.001), "it was saved up while the draft was asked"
+        experience.record_forwards(*round_of, 1)
+    experience.reset_probe_credit()
+    assert not experience.pay_probe(0.001), "it was saved up while the draft was asked"
     for _ in range(10):
-        experience.note(*round_of, 1)
-    assert experience.affords(0.09) and not experience.affords(0.001)
+        experience.record_forwards(*round_of, 1)
+    assert experience.pay_probe(0.09) and not experience.pay_probe(0.001)
 
 
 def test_a_price_is_paid_only_beyond_the_time_that_is_free() -> None:

@@ -186,7 +186,7 @@ def ask(executor: Process) -> bool:
     """Order a draft; returns whether one came."""
     executor.open(0, Request(SamplingParams(), 0, 2))
     report = executor.run({0: Orders(Draft(Context(0, (1, 2)), Plan(2)))})[0]
-    executor.leave(0)
+    executor.free(0)
     return not report.draft_lost
 
 

@@ -120,7 +120,7 @@ def test_only_the_session_that_the_child_has_lost_is_sent_whole(kind: str) -> No
         for session in texts:
             executor.open(session, request())
         executor.run(orders(0, 1))
-        executor._tell(Open(1, request()))  # the child begins the session anew, so it holds nothing of it
+        executor._send(Open(1, request()))  # the child begins the session anew, so it holds nothing of it
         for text in texts.values():
             text.append(4)
         reports = executor.run(orders(4, 2))
@@ -149,7 +149,7 @@ def test_a_worker_beside_the_target_is_told_whole_only_what_it_has_lost() -> Non
     draft_or_whole(
         drafter, {session: Draft(Context(0, (1, 2, 3)), Plan(2)) for session in range(3)}, never, lambda heads: None
     )
-    drafter.leave(1)
+    drafter.free(1)
     drafter.open(1, request())
     draft_or_whole(
         drafter, {session: Draft(Context(3, (4,), text), Plan(2)) for session in range(3)}, never, lambda heads: None

@@ -61,7 +61,7 @@ class Repeating:
     answers is what the round's own orders gave the last time."""
 
     def __init__(self, inner: Executor, seed: int) -> None:
-        self.inner, self.now, self.open, self.leave, self.close = inner, inner.now, inner.open, inner.leave, inner.close
+        self.inner, self.now, self.open, self.free, self.close = inner, inner.now, inner.open, inner.free, inner.close
         self.repeated = {"all": 0, "some": 0, "earlier": 0}
         self._random = random.Random(seed)
         self._earlier: dict[int, list[Orders]] = {}

@@ -293,10 +293,10 @@ def test_on_a_clock_that_stands_still_a_resting_request_is_late_by_the_walls() -
     spent = executor.now()
     slow, other = asked
     assert slow.ticket and 0.0 < spent < 30.0
-    scheduler.rest(slow.ticket, True)
+    scheduler.set_paused(slow.ticket, True)
     wall[0] = 40.0
-    scheduler.rest(slow.ticket, False)  # these 40 s count, and what it decodes now
-    scheduler.rest(slow.ticket, True)
+    scheduler.set_paused(slow.ticket, False)  # these 40 s count, and what it decodes now
+    scheduler.set_paused(slow.ticket, True)
     assert scheduler.seconds_left == pytest.approx(60.0 - spent)
     while not other.session.finished:
         scheduler.step()
@@ -336,7 +336,7 @@ def test_a_request_is_admitted_within_the_bound() -> None:
             break
         scheduler.step()
         for one in asked:
-            if one.ticket and one.ticket.begun:
+            if one.ticket and one.ticket.was_live:
                 admitted.setdefault(one.session.number, at)
     waits = [admitted[one.session.number] for one in asked]
     assert all(wait <= k // most * 30 for k, wait in enumerate(waits)) and max(waits) > 30
@@ -388,12 +388,12 @@ def test_one_that_rests_takes_no_part_and_no_place_and_goes_on_later() -> None:
     assert slow.ticket and other.ticket
     for _ in range(4):
         scheduler.step()
-    scheduler.rest(slow.ticket, True)
+    scheduler.set_paused(slow.ticket, True)
     said = len(slow.session.output)
     while not other.session.finished:
         scheduler.step()
     assert said == len(slow.session.output) > 0 and not scheduler.busy and scheduler.step() == []
-    scheduler.rest(slow.ticket, False)
+    scheduler.set_paused(slow.ticket, False)
     desk.run()
     check(desk.done)
 

@@ -185,7 +185,7 @@ def test_both_models_are_at_work_at_the_same_time(executor: Streams, monkeypatch
     begun = time.perf_counter()
     report = executor.run({0: ordered(41, (6,), 8)})[0]
     ended = time.perf_counter()
-    executor.leave(0)
+    executor.free(0)
     assert report.drafting and report.verifying and report.tree
     assert sum(report.tree.steps) >= 4
     assert report.verifying.start < report.drafting.start < report.drafting.end < report.verifying.end, (
@@ -203,7 +203,7 @@ def test_a_tree_grows_until_the_verdict_is_there_and_no_longer(executor: Streams
     executor.run({0: ordered(0, prompt, 60)})
     for at in range(3):
         report = executor.run({0: ordered(40 + at, (at,), 60)})[0]
-    executor.leave(0)
+    executor.free(0)
     assert report.tree and report.drafting and report.verifying
     assert sum(report.tree.steps) < 40, "nobody asked whether the verdict was there"
 

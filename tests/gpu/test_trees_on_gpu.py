@@ -28,7 +28,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def rounded(tree: Any) -> Tree:
     """A device's exponential may differ from the host's in the last digit of what a draft says."""
     assert isinstance(tree, Tree)
-    return Tree(tuple(node._replace(said=round(node.said, 12)) for node in tree.nodes), tree.read, tree.steps)
+    return Tree(tuple(node._replace(said=round(node.said, 12)) for node in tree.nodes), tree.root_scored, tree.steps)
 
 
 @pytest.mark.parametrize("request_", [GREEDY, NOISY], ids=["greedy", "noisy"])

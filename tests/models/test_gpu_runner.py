@@ -179,7 +179,7 @@ def test_what_is_told_aside_is_what_the_reference_tells(name: str, both: tuple[N
             len(order.aside.guessed) for order in orders.values() if order.aside
         ]
         for seq, verifier in itertools.product(orders, verifiers):
-            verifier.leave(seq)
+            verifier.free(seq)
             verifier.runner.check()
 
 

@@ -80,7 +80,7 @@ def drafted(drafter: Drafter, plan: Plan, prefix: int, params: SamplingParams) -
     slots = drafter.slots(0)
     found.append((Branch(0, tuple(slots.tokens), tuple(map(float, slots.parents))),))
     drafter.runner.check()  # type: ignore[attr-defined]
-    drafter.leave(0)
+    drafter.free(0)
     return found
 
 
@@ -138,5 +138,5 @@ def test_a_draft_that_makes_no_sense_is_found_out_ahead_too(decoder: Any) -> Non
     with pytest.raises(NoNumber):
         drafter.draft({0: Draft(Context(0, tuple(some_tokens(20, seed=20))), Plan(6))})
     assert heard == [2]
-    drafter.leave(0)
+    drafter.free(0)
     runner.check()

@@ -77,7 +77,7 @@ def test_a_text_read_in_pieces_is_that_read_at_once(
             _, rest = worker.align(0, Context(0, text))
             model.feed([Feed(0, tuple(rest), tuple(range(ROOT, len(rest) - 1)))])
             rows.append([model.margin(0, len(rest) - 1, token, 7) for token in range(100)])
-            worker.leave(0)
+            worker.free(0)
             if most:
                 assert held[-1] == len(text) - 1 and held[0] == max(most // 64, 1) * 64
                 assert {at % 64 for at in held if at < 249} == {0}  # whole chunks, and all of the prompt but its last
@@ -89,7 +89,7 @@ def _read_on(worker: Worker, text: Sequence[int], most: int) -> list[int]:
     held = [0]
     while held[-1] < len(text) - 1:
         base = held[-1]
-        held.append(worker.read(0, Prefill(Context(base, tuple(text[base:-1]), text), most)))
+        held.append(worker.continue_prefill(0, Prefill(Context(base, tuple(text[base:-1]), text), most)))
     return held[1:]
 
 

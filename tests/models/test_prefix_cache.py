@@ -161,7 +161,7 @@ def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[li
             text.append(verifier.judge(scored, {})[number].token)
             assert not failed
         found.append(verifier.prefill_counts()[number])
-        verifier.leave(number)
+        verifier.free(number)
         runner.check()
     return text, found
 
@@ -193,7 +193,7 @@ def decoded(
             loop.step()
             runner.check()
         if rng.random() < 0.2:
-            loop.leave(rng.choice(sessions))
+            loop.remove(rng.choice(sessions))
     while loop.live:
         loop.step()
     assert not any(one.error for one in sessions)

@@ -116,7 +116,7 @@ def test_a_step_that_was_not_asked_for_after_all_changes_nothing(
             if turn == 3 and what == "rewound":
                 runner.rewind(0, 21)
             if turn == 3 and what == "closed":
-                verifier.leave(0)
+                verifier.free(0)
                 verifier.open(0, request)
             sequence.append((token + 1) % 131 if turn == 3 and what == "another token" else token)
         said.append(sequence)

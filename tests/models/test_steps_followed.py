@@ -180,7 +180,7 @@ def test_several_sessions_and_one_that_leaves_begin_nothing_wrong(decoder: Any) 
         if turn % 7 == 0 and turn // 7 < len(sessions):
             loop.join(sessions[turn // 7], METHODS["lookup"].start(sessions[turn // 7], config, Timeless(PROFILE)))
         if turn == 9:
-            loop.leave(sessions[0])
+            loop.remove(sessions[0])
         if loop.live:
             loop.step()
     for number, session in list(enumerate(sessions))[1:]:

@@ -125,7 +125,7 @@ def test_a_text_that_was_read_for_nothing_changes_no_text(
 ) -> None:
     """The draft reads after every verdict, also where it has read what follows, and half of that is forgotten."""
     works, rng, ends = executor(decoders, kind)[0], random.Random(1), TextRead.ends
-    monkeypatch.setattr(Planner, "_following", always("draft"))
+    monkeypatch.setattr(Planner, "_next_after", always("draft"))
     monkeypatch.setattr(TextRead, "ends", lambda *given: ends(*given) and rng.random() < 0.5)
     for number in range(2):
         expected = decode(executor(decoders, Serial)[0], "autoregressive", params, number).tokens
@@ -145,7 +145,7 @@ def test_what_is_only_read_does_not_begin_where_an_earlier_tree_began(decoders: 
     now = time.perf_counter()
     report = works.run({9: Orders(Prefill(Context(0, prompt[:-1], prompt), 64))})[9]
     assert report.drafting is not None and report.drafting.start > now
-    works.leave(9)
+    works.free(9)
 
 
 def test_a_text_is_told_from_where_it_is_held() -> None:

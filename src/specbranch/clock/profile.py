@@ -1,7 +1,7 @@
-"""What a pair of models costs on some hardware: seconds by rows fed, measured or assumed.
+"""Cost profiles: the seconds of a pair of models on some hardware, by rows, measured or assumed.
 
 Owns the numbers, their interpolation and their file; knows nothing of methods. A file is one JSON object with the
-fields of `CostProfile`; what it does not say is as the defaults have it, so that an older file stays valid.
+fields of `CostProfile`. Invariant: missing fields have their defaults, so an older file stays valid.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ SLOPES = ("target_per_context", "draft_per_context")
 SECONDS_KEYS = ("slow_down", "draft_slow_down", "draft_setup", "host", "asking", "hearing")
 TEXT_KEYS = ("pair", "hardware", "note", "target_identity", "draft_identity")
 
-ABOUT = {"pair", "hardware", "note", "provenance"}  # words that change no charge
+ABOUT = {"pair", "hardware", "note", "provenance"}  # descriptions: they change no charge
 
 
 class Beginning(IntEnum):
-    """How a round is begun."""
+    """How a round is started."""
 
-    BY_ITSELF = 0  # by a device: plain decoding goes on, a tree is verified where it has grown
-    HEARD = 1  # by the host as soon as it hears of the verdict: what follows was planned before
-    ASKED = 2
+    BY_ITSELF = 0  # by the device: plain decoding goes on, or a tree is verified on the device that extended it
+    HEARD = 1  # by the host as soon as it has the verdict: the round was planned before
+    ASKED = 2  # by the host, which plans first
 
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """Seconds of a target forward by its tokens, of a draft step by its width, and what overlap adds to both."""
+    """Seconds of a target forward by rows, of a draft step by rows, and what overlap adds to both."""
 
     target: Points
     draft: Points
-    slow_down: float = 0.0  # seconds added to the target for each draft step run beside it
-    host: float = 0.0  # seconds a round costs outside both models
+    slow_down: float = 0.0  # seconds that each draft step adds to a target forward at the same time
+    host: float = 0.0  # seconds of a round outside both models
     pair: str = ""  # the models it was measured with
     hardware: str = ""
     note: str = ""  # how it was measured, and what was assumed
-    devices: int = 1  # that both models together take; plain decoding and lookup take one
-    overlap: bool = True  # whether both models work at once; if not, a round takes the draft's time and the target's
-    draft_slow_down: float = 0.0  # seconds added to each draft step run beside the target
-    draft_setup: float = 0.0  # seconds a draft takes once for all the steps of a round
-    asking: float = 0.0  # seconds before a round that the host has to plan and ask for; see `Beginning`
-    hearing: float = 0.0  # seconds before what it starts without a plan; so a chain's step takes as many at least
-    context: int = 0  # tokens before the rows where `target` and `draft` were measured
-    target_per_context: Points = ()  # (rows, seconds) added for each token of context beyond that
+    devices: int = 1  # that both models use together; plain decoding and lookup use one
+    overlap: bool = True  # both models work at once; if not, their times add up
+    draft_slow_down: float = 0.0  # seconds that a target forward adds to each draft step at the same time
+    draft_setup: float = 0.0  # seconds that the draft needs once in a round, beside its steps
+    asking: float = 0.0  # host seconds before a round that it has to plan; see `Beginning`
+    hearing: float = 0.0  # host seconds before a round without a plan; also the least seconds of a chain's step
+    context: int = 0  # context length at which `target` and `draft` were measured
+    target_per_context: Points = ()  # (rows, seconds) added for each further token of context
     draft_per_context: Points = ()
-    target_identity: str = ""  # digests of the models' files; empty: it holds for any pair
+    target_identity: str = ""  # digests of the models' files; empty: it is valid for any pair
     draft_identity: str = ""
     provenance: Mapping[str, Any] = field(default_factory=dict, hash=False)  # date, versions, threads, spread …
 
@@ -74,44 +74,44 @@ class CostProfile:
 
     @property
     def knows_target(self) -> bool:
-        """It says what a target forward takes."""
+        """True: the profile has the seconds of a target forward."""
         return True
 
     @property
     def knows_draft(self) -> bool:
-        """It says what a draft step takes."""
+        """True: the profile has the seconds of a draft step."""
         return True
 
     @property
     def prices_all(self) -> bool:
-        """Whether a round takes as long however it is begun."""
+        """True if the cost model covers the whole round: the start of a round costs the same in every case."""
         return not (self.asking or self.hearing)
 
     @property
-    def begins_ahead(self) -> bool:
-        """Whether it tells what is saved where a round is begun with the verdict before it."""
+    def launches_ahead(self) -> bool:
+        """True if the profile knows what launching the next round ahead saves."""
         return self.asking > 0.0
 
     @property
     def ahead_saves(self) -> float:
-        """Seconds that this saves."""
+        """Seconds that launching ahead saves in a round."""
         return max(self.asking - self.hearing, 0.0)
 
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
-        """Seconds of one target forward over `tokens` rows; `context`: after how many others, nothing: as measured."""
+        """Return the seconds of one target forward over `tokens` rows; `context`: tokens before them, None: as
+        measured."""
         return self._at(self.target, self.target_per_context, tokens, context)
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
-        """Seconds of one draft forward over `width` rows, likewise."""
+        """Return the seconds of one draft forward over `width` rows; `context` as for the target."""
         return self._at(self.draft, self.draft_per_context, width, context)
 
     def host_seconds(self, begun: Beginning) -> float:
-        """Seconds of a round outside both models, by how it is begun."""
+        """Return the seconds of a round outside both models, by how it is started."""
         return self.host + (0.0, self.hearing, self.asking)[begun]
 
     def check_pair(self, target: str, draft: str | None) -> None:
-        """Refuse models other than those it was measured with, if it names any; where there is no draft, none is
-        compared."""
+        """Refuse other models than those the profile was measured with, if it names any; None: there is no draft."""
         models = ("target", self.target_identity, target), ("draft", self.draft_identity, draft)
         wrong = [name for name, measured, given in models if measured and given is not None and measured != given]
         if wrong:
@@ -123,17 +123,17 @@ class CostProfile:
             )
 
     def save(self, path: Path) -> None:
-        """Write as JSON, leaving out what is as the defaults have it."""
+        """Write as JSON, without fields that have their defaults."""
         path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @property
     def digest(self) -> str:
-        """Tells what it charges from what others do, in a few characters; words about it change nothing."""
+        """A short digest of all that changes charges; descriptions do not."""
         charges = {name: value for name, value in self.to_dict().items() if name not in ABOUT}
         return sha256(json.dumps(charges, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, without what is as the defaults have it."""
+        """Return plain values, without fields that have their defaults."""
         always = (*CURVES, "slow_down", "host")
         return {name: value for name, value in asdict(self).items() if name in always or value != _DEFAULTS[name]}
 
@@ -191,7 +191,7 @@ def _points(name: str, given: Any, may_be_empty: bool = False) -> Points:
 
 
 def _between(points: Points, x: float) -> float:
-    """Interpolate linearly; constant below the first point, on along the last slope above the last."""
+    """Interpolate linearly; constant below the first point, along the last slope above the last."""
     if x <= points[0][0] or len(points) == 1:
         return points[0][1]
     at = min(max(bisect_left(points, (x,)), 1), len(points) - 1)

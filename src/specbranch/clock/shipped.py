@@ -1,6 +1,6 @@
 """Cost profiles by name: those that ship in `clock/profiles`, one JSON file each.
 
-Owns the way from a name to a profile, not what a profile says. A new file in that folder is a new name.
+Owns the way from a name to a profile, not its content. Invariant: the names are those of the files in that folder.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from pathlib import Path
 from specbranch.clock.profile import CostProfile
 from specbranch.errors import unknown
 
-WALL = "wall"  # beside the names of profiles: time as it passes
+WALL = "wall"  # the name of the real clock, next to the names of profiles
 PROFILES_FOLDER = Path(__file__).parent / "profiles"
 
 
 def shipped_profiles() -> tuple[str, ...]:
-    """The names that `load_profile` knows."""
+    """Return the names that `load_profile` knows."""
     return tuple(sorted(file.name.removesuffix(".json") for file in PROFILES_FOLDER.glob("*.json")))
 
 

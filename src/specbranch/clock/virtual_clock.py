@@ -1,4 +1,4 @@
-"""An executor whose decisions are real and whose time is charged by a cost profile: timelines without the hardware.
+"""The executor on a modelled clock: real tokens, with times charged by a cost profile instead of measured.
 
 Owns the virtual clock. Invariant: the tokens are those of the serial executor; only spans and "draft until the target
 is done" depend on the profile.
@@ -33,27 +33,28 @@ from specbranch.exec.worker import never
 
 
 class Charge:
-    """The two models' time within one round: side by side, or one after the other where the profile has no overlap."""
+    """The seconds of both models in one round: at the same time, or one after the other if the profile has no
+    overlap."""
 
     def __init__(self, profile: CostProfile) -> None:
         self.profile = profile
-        self.hears = False  # of each draft step, as of a chain's
+        self.hears = False  # the host receives each draft step, as in a chain
         self.draft = 0.0
         self.target = 0.0
 
     @property
     def seconds(self) -> float:
-        """What the round takes, the host's part left out."""
+        """Seconds of the round, without the host's part."""
         return max(self.draft, self.target) if self.profile.overlap else self.draft + self.target
 
     @property
     def together(self) -> float:
-        """How long both are at work."""
+        """Seconds in which both models work."""
         return min(self.draft, self.target) if self.profile.overlap else 0.0
 
     @property
     def target_start(self) -> float:
-        """When the target begins, after the round's beginning."""
+        """Seconds from the start of the round to that of the target."""
         return 0.0 if self.profile.overlap else self.draft
 
     def verified(self, rows: int, context: float | None = None) -> None:
@@ -61,8 +62,7 @@ class Charge:
         self.target += self.profile.target_seconds(rows, context) if rows else 0.0
 
     def stepped(self, rows: int, context: float | None = None) -> None:
-        """Charge a draft forward, and what comes before the first one; if the target is still at work, both slow
-        down."""
+        """Charge a draft forward, with the setup before the first; if the target is still at work, both slow down."""
         self.draft = self.draft or self.profile.draft_setup
         if self.profile.overlap and self.draft < self.target:
             self.target += self.profile.slow_down
@@ -70,7 +70,7 @@ class Charge:
         self.draft += max(self.profile.draft_seconds(rows, context), self.profile.hearing if self.hears else 0.0)
 
     def target_done(self) -> bool:
-        """Whether the target would have finished by now; where the two take turns it has not begun."""
+        """True if the target would be done by now; without overlap it has not started."""
         return self.profile.overlap and self.draft >= self.target
 
 
@@ -78,12 +78,12 @@ class MeteredDrafter(Drafter):
     """A Drafter that charges each of its forwards."""
 
     charge: Charge
-    lets_grow = False  # the target may be done after any step
+    lets_grow = False  # the target may be done after any draft step
 
     def draft(
         self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None
     ) -> dict[int, Drafted]:
-        """Carry out the orders; the host hears of each step of a chain."""
+        """Carry out the orders; the host receives each step of a chain."""
         self.charge.hears = any(isinstance(order, Draft) for order in orders.values())
         return super().draft(orders, done, announce)
 
@@ -101,18 +101,18 @@ class MeteredDrafter(Drafter):
 
 
 class VirtualClock(Serial):
-    """Both models on a virtual clock, which has seconds since it was made."""
+    """Both models on a virtual clock, in seconds since it was made."""
 
     def __init__(self, target: Verifier, draft: MeteredDrafter | None, profile: CostProfile) -> None:
         super().__init__(target, draft, lambda: self._now)
         self.profile = profile
         self.metered = draft
         self._now = 0.0
-        # of the last round: sessions for which the target goes on by itself, and what was begun with the verdict
+        # of the last round: sessions whose target goes on by itself, and what could be launched with the verdict
         self._said: tuple[set[int], dict[int, Following]] = set(), {}
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
-        """Carry out one round and charge it."""
+        """Run one round and charge it."""
         charge, heads = Charge(self.profile), dict[int, Branch]()
         drafts, verifies = parted(orders)
         fed, held = self.target.rows_fed, self._mean_held(verifies)
@@ -123,14 +123,14 @@ class VirtualClock(Serial):
         before = self._mean_held(reads)
         reached, short = self.target.prefill(reads)
         chunk_rows = self.target.rows_fed - fed - verified
-        charge.verified(chunk_rows, before)  # a forward of its own
+        charge.verified(chunk_rows, before)  # prefill is a forward of its own
         if self.metered:
             self.metered.charge = charge
         made, timed = self._drafted(drafts, charge.target_done, heads.update)
         verdicts = self.target.judge(scored, heads)
-        hidden = self._read_meanwhile(drafts)
+        hidden = self._draft_seconds_hidden(drafts)
         host = max(self.profile.host_seconds(self._beginning(drafts, verifies, reads, verdicts)) - hidden, 0.0)
-        start = self._now + host - self.profile.host  # it is asked for first
+        start = self._now + host - self.profile.host  # planning comes before the round
         self._now += charge.seconds + host
         begun = start + charge.target_start
         drafted = timed.span() if timed else Span(0.0, 0.0)
@@ -145,31 +145,34 @@ class VirtualClock(Serial):
         reads: Mapping[int, Prefill],
         verdicts: Mapping[int, Verdict],
     ) -> Beginning:
-        """How this round is begun, by what was said of it in the one before (`Serial` and the runners begin by the same
-        rules)."""
+        """Return how this round is started, by the hints of the round before.
+
+        `Serial` and the runners start rounds by the same rules.
+        """
         before, grown = self._said, next(iter(drafts.values()), None)
         received = len(drafts) == 1 and not verifies and isinstance(grown, Grow) and grown.sending is not None
         by_itself = set(drafts) if received else {session for session, order in verifies.items() if order.goes_on}
         self._said = by_itself, _followed(verifies, verdicts)
         heard = {at for at, order in verifies.items() if _begins(before[1].get(at), order.tokens)}
         if reads or not verifies or not verifies.keys() <= before[0] | heard:
-            return Beginning.ASKED  # what is drafted beside a target that has begun is asked for meanwhile
+            return Beginning.ASKED  # drafts for a target that is running already are planned meanwhile
         return Beginning.BY_ITSELF if verifies.keys() <= before[0] else Beginning.HEARD
 
-    def _read_meanwhile(self, drafts: Mapping[int, DraftOrder]) -> float:
-        """How long a draft reads what a verdict added to a text while the host plans; see `Serial._read_ahead`."""
+    def _draft_seconds_hidden(self, drafts: Mapping[int, DraftOrder]) -> float:
+        """Return the seconds in which the draft computes a verdict's tokens while the host plans; see
+        `Serial._read_ahead`."""
         session, order = next(iter(drafts.items()), (0, None))
         ahead = len(drafts) == 1 and isinstance(order, Grow) and self._said[1].get(session) == "draft"
         return min(self.profile.draft_seconds(1), self.profile.asking) if ahead else 0.0
 
     def _mean_held(self, sessions: Iterable[int]) -> float:
-        """How many tokens the target holds of a sequence, on average."""
+        """Return the mean number of tokens that the target holds of these sessions."""
         lengths = [len(self.target.slots(session).prefix) for session in sessions]
         return statistics.fmean(lengths) if lengths else 0.0
 
 
 def _followed(verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -> dict[int, Following]:
-    """What is begun with each verdict."""
+    """Return what can be launched with each verdict."""
     return {
         session: order.follows(order.taken(verdict.path, verdict.token))
         for session, order in verifies.items()
@@ -178,5 +181,5 @@ def _followed(verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -
 
 
 def _begins(following: Following, tokens: Sequence[int]) -> bool:
-    """Whether what was begun is what is asked for, or goes on behind it."""
+    """True if the launched tokens are those of the order, or continue them."""
     return isinstance(following, tuple) and tuple(tokens) == following[: len(tokens)]

@@ -1,7 +1,7 @@
-"""What a round costs: seconds by rows, known from a profile or learned from the spans of the rounds themselves.
+"""What a round costs: seconds by rows, from a cost profile or learned from the spans of earlier rounds.
 
-Owns the estimates. Invariant: an estimate is made of times and of how many rows were fed, of all sessions together,
-never of which tokens these were.
+Owns the estimates; what they are used for is the planner's. Invariant: an estimate depends on measured times and on the
+number of rows of all sessions together, never on which tokens these are.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Literal, Protocol, get_args
 
 from specbranch.core.orders import DraftOrder, Orders, Prefill, Reports, Span, Verify
 
-TIMES_KEPT = 15  # of the latest times at a number of rows; their median is the estimate
-SLOPE = 0.05  # until more is known: each further row of the target costs this share of one
-LANE = 0.05  # likewise, each further lane of a draft step
-APART = 3  # steps by which two rounds differ that tell a draft's setup from its steps
-MOST_SETUP = 0.9  # share of a draft's time that may count as setup
-SLOW = 4.0  # times what is expected: such a time is believed once it is met twice in a row, as something may be set up
+TIMES_KEPT = 15  # times that are kept for a number of rows; their median is the estimate
+SLOPE = 0.05  # share of the seconds of one row that each further row of a target forward adds, until more is timed
+LANE = 0.05  # the same for each further row of a draft step
+APART = 3  # steps by which two rounds have to differ to separate the draft's setup from its steps
+MOST_SETUP = 0.9  # share of a draft's seconds that may count as setup
+SLOW = 4.0  # a time over this many times the expected one counts only if the next is as slow: it may be a setup
 MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
 Timed = Literal["target", "step", "setup", "slow_down", "draft_slow_down", "host"]
 CostPoints = list[tuple[int, float]]  # seconds by rows, ascending
@@ -33,146 +33,152 @@ class Costs(Protocol):
 
     @property
     def overlap(self) -> bool:
-        """Whether the draft can work while the target does."""
+        """True if draft and target can work at the same time."""
         ...
 
     @property
     def knows_target(self) -> bool:
-        """Whether it can say what a target forward takes."""
+        """True if the seconds of a target forward are known."""
         ...
 
     @property
     def knows_draft(self) -> bool:
-        """Whether it can say what a draft step takes."""
+        """True if the seconds of a draft step are known."""
         ...
 
     @property
     def prices_all(self) -> bool:
-        """Whether a round takes no time but what it is priced at, so that nobody has to look what came of a plan."""
+        """True if the cost model covers the whole round; then no comparison with plain decoding is needed."""
         ...
 
     @property
-    def begins_ahead(self) -> bool:
-        """Whether a round that follows from a verdict whatever it is can be begun with it."""
+    def launches_ahead(self) -> bool:
+        """True if a device can launch the next round right after a verdict, before the host has seen it."""
         ...
 
     @property
     def ahead_saves(self) -> float:
-        """Seconds that this saves, about."""
+        """Seconds that launching ahead saves in a round, about."""
         ...
 
     @property
     def draft_setup(self) -> float:
-        """Seconds that a draft takes once for all the steps of a round."""
+        """Seconds that the draft needs once in a round, beside its steps."""
         ...
 
     @property
     def slow_down(self) -> float:
-        """Seconds added to the target for each draft step run beside it."""
+        """Seconds that each draft step adds to a target forward at the same time."""
         ...
 
     @property
     def draft_slow_down(self) -> float:
-        """Seconds added to each draft step run beside the target."""
+        """Seconds that a target forward adds to each draft step at the same time."""
         ...
 
     @property
     def host(self) -> float:
-        """Seconds a round costs outside both models."""
+        """Seconds of a round outside both models."""
         ...
 
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
-        """Seconds of one target forward over `tokens` rows, after so many others."""
+        """Return the seconds of one target forward over `tokens` rows, behind `context` tokens."""
         ...
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
-        """Seconds of one draft forward over `width` rows."""
+        """Return the seconds of one draft forward over `width` rows."""
         ...
 
 
 class LearnedCosts:
-    """Costs as rounds have shown them: the latest times of each kind, by rows. What has no rows is filed under 0.
+    """Costs learned from rounds: the latest times of each kind, by rows. What has no rows is filed under 0.
 
-    Where the target's forwards are padded, all of one size share their times.
+    If target forwards are padded, all forwards of one padded size share their times.
     """
 
     prices_all = False  # planning itself takes time
 
-    def __init__(self, overlap: bool = True, padded: Padded | None = None, begins_ahead: bool = False) -> None:
-        self.overlap, self.begins_ahead = overlap, begins_ahead
+    def __init__(self, overlap: bool = True, padded: Padded | None = None, launches_ahead: bool = False) -> None:
+        self.overlap, self.launches_ahead = overlap, launches_ahead
         self._padded = padded
         self.times: dict[Timed, dict[int, deque[float]]] = {kind: {} for kind in get_args(Timed)}
-        # what was learned since it was last written down, where that is done
+        # what was learned since the last save; None: nothing is saved
         self.news: list[tuple[Timed, int, float]] | None = None
         self._medians: dict[Timed, dict[int, float]] = {kind: {} for kind in get_args(Timed)}
-        self._sorted: dict[Timed, CostPoints] = {}  # until another time comes in
-        self._begun: set[tuple[Timed, int]] = set()
+        self._sorted: dict[Timed, CostPoints] = {}  # a cache, until the next time is added
+        self._first_dropped: set[tuple[Timed, int]] = set()
         self._doubted: set[tuple[Timed, int]] = set()
         self._ended: float | None = None
-        self._drafts: dict[tuple[int, int], float] = {}  # the latest seconds of a round's draft, by steps and width
+        self._drafts: dict[tuple[int, int], float] = {}  # the latest seconds of drafting in a round, by steps and width
 
     @property
     def draft_setup(self) -> float:
-        """Seconds that a draft takes once for all the steps of a round."""
+        """Seconds that the draft needs once in a round, beside its steps."""
         return _at(self._points("setup"), 0, 0.0)
 
     @property
     def slow_down(self) -> float:
-        """Seconds added to the target for each draft step run beside it."""
+        """Seconds that each draft step adds to a target forward at the same time."""
         return max(_at(self._points("slow_down"), 0, 0.0), 0.0)
 
     @property
     def draft_slow_down(self) -> float:
-        """Seconds added to each draft step run beside the target."""
+        """Seconds that a target forward adds to each draft step at the same time."""
         return max(_at(self._points("draft_slow_down"), 0, 0.0), 0.0)
 
     @property
     def host(self) -> float:
-        """Seconds between two rounds."""
+        """Seconds between the end of a round and the start of the next."""
         return _at(self._points("host"), 0, 0.0)
 
     @property
     def ahead_saves(self) -> float:
-        """What is begun with a verdict waits for nearly nothing, the others longer than rounds do on average."""
+        """Seconds that launching ahead saves: the host's part of a round.
+
+        A round launched ahead waits for almost nothing; the others wait longer than the average.
+        """
         return self.host
 
     @property
     def knows_target(self) -> bool:
-        """Whether a step of the target has been timed."""
+        """True if a target forward has been timed."""
         return bool(self.times["target"])
 
     @property
     def knows_draft(self) -> bool:
-        """Whether a draft step has been timed."""
+        """True if a draft step has been timed."""
         return bool(self.times["step"])
 
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
-        """Seconds of one target forward over `tokens` rows; times are of late, so the context is that of the text."""
+        """Return the seconds of one target forward over `tokens` rows.
+
+        `context` is ignored: the latest times are those at the present context length.
+        """
         return _at(self._points("target"), self._size("target", tokens), SLOPE)
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
-        """Seconds of one draft forward over `width` rows."""
+        """Return the seconds of one draft forward over `width` rows."""
         return _at(self._points("step"), width, LANE)
 
     def pause(self) -> None:
-        """What comes next does not follow on the last round."""
+        """Note an idle pause: the time to the next round is no host time."""
         self._ended = None
 
     def add(self, kind: Timed, rows: int, seconds: float) -> None:
-        """Take in what was measured. The first time of about so many rows is dropped: something may be set up."""
-        begun = (kind, rows.bit_length())
-        if begun in self._begun:
+        """Learn a measured time. The first one at about this number of rows is dropped: it may include setup."""
+        size = (kind, rows.bit_length())
+        if size in self._first_dropped:
             self.count(kind, rows, seconds)
-        self._begun.add(begun)
+        self._first_dropped.add(size)
 
     def count(self, kind: Timed, rows: int, seconds: float) -> None:
-        """Take in what was measured, and note it where news are wanted."""
+        """Learn a measured time, and note it as news for the next save."""
         self.take(kind, rows, seconds)
         if self.news is not None:
             self.news.append((kind, rows, seconds))
 
     def take(self, kind: Timed, rows: int, seconds: float) -> None:
-        """Take in a time, and nothing else."""
+        """Learn a time without noting it as news."""
         rows = self._size(kind, rows)
         times = self.times[kind].setdefault(rows, deque(maxlen=TIMES_KEPT))
         times.append(seconds)
@@ -180,19 +186,19 @@ class LearnedCosts:
         self._sorted.pop(kind, None)
 
     def observe(self, orders: Mapping[int, Orders], reports: Mapping[int, Reports]) -> None:
-        """Learn from a round of all sessions."""
+        """Learn from a round of all sessions together."""
         drafting = next((report.drafting for report in reports.values() if report.drafting), None)
         verifying = next((report.verifying for report in reports.values() if report.verifying), None)
         steps = _steps(reports)
         overlaps = drafting is not None and verifying is not None and _overlap(drafting, verifying)
-        if drafting is not None and steps and not any(_reads(order.draft) for order in orders.values()):
+        if drafting is not None and steps and not any(_prefills(order.draft) for order in orders.values()):
             self._drafted(drafting, steps, overlaps)
-        if verifying is not None and not any(order.prefill or _reads(order.verify) for order in orders.values()):
+        if verifying is not None and not any(order.prefill or _prefills(order.verify) for order in orders.values()):
             self._verified(verifying, len(steps) if overlaps else 0)
         self._between([span for span in (drafting, verifying) if span is not None])
 
     def _size(self, kind: Timed, rows: int) -> int:
-        """Under how many rows a time is filed."""
+        """Return the number of rows under which a time is filed."""
         return self._padded(rows) if self._padded is not None and kind == "target" else rows
 
     def _points(self, kind: Timed) -> CostPoints:
@@ -201,7 +207,10 @@ class LearnedCosts:
         return self._sorted[kind]
 
     def _drafted(self, span: Span, steps: list[int], overlaps: bool) -> None:
-        """Learn from the draft's part of a round. Until a step was timed alone, its time with overlap stands in."""
+        """Learn from the draft's part of a round.
+
+        Until a step has been timed alone, an overlapped one counts instead.
+        """
         if overlaps and self.knows_draft:
             seconds = (span.seconds - self.draft_setup) / len(steps)
             self.add("draft_slow_down", 0, seconds - self.draft_seconds(_mean(steps)))
@@ -212,7 +221,7 @@ class LearnedCosts:
         return self.draft_setup + len(steps) * self.draft_seconds(_mean(steps))
 
     def _doubts(self, kind: Timed, rows: int, seconds: float, expected: float) -> bool:
-        """Whether a time is left out: it is many times what is expected, where anything is, and the last was not."""
+        """True if a time is dropped as an outlier: SLOW times the expected one, and the time before it was not."""
         at = kind, self._size(kind, rows)
         if 0.0 < SLOW * expected < seconds and at not in self._doubted:
             self._doubted.add(at)
@@ -221,7 +230,7 @@ class LearnedCosts:
         return False
 
     def drafted(self, steps: Sequence[int], seconds: float, add: Callable[[Timed, int, float], None]) -> None:
-        """Learn from a draft that worked alone: what its steps took, and what comes once for all of them."""
+        """Learn from a draft that worked alone: the seconds of its steps, and those of its setup."""
         width = _mean(steps)
         if (setup := self._setup_beside(len(steps), width, seconds)) is not None:
             add("setup", 0, setup)
@@ -229,7 +238,8 @@ class LearnedCosts:
         add("step", width, max(seconds - self.draft_setup, (1.0 - MOST_SETUP) * seconds) / len(steps))
 
     def _setup_beside(self, steps: int, width: int, seconds: float) -> float | None:
-        """What comes once for all steps, by a round of another length and about the same width; None: none was met."""
+        """Return the setup's seconds, by an earlier round with other steps and about the same width; None: there is
+        none."""
         others = [at for at in self._drafts if abs(at[0] - steps) >= APART and abs(at[1] - width) <= 1]
         if not others:
             return None
@@ -239,7 +249,7 @@ class LearnedCosts:
         return min(max(shorter - step * count, 0.0), MOST_SETUP * shorter)
 
     def _verified(self, span: Span, steps: int) -> None:
-        """Learn from the target's part of a round, so many draft steps beside it."""
+        """Learn from the target's part of a round; `steps`: draft steps at the same time."""
         if not steps:
             if not self._doubts("target", span.tokens, span.seconds, self.target_seconds(span.tokens)):
                 self.add("target", span.tokens, span.seconds)
@@ -254,8 +264,8 @@ class LearnedCosts:
         self._ended = max(span.end for span in spans)
 
 
-def _reads(order: DraftOrder | Verify | None) -> bool:
-    """Whether an order begins with prefill."""
+def _prefills(order: DraftOrder | Verify | None) -> bool:
+    """True if an order begins with prefill."""
     return order is not None and (
         isinstance(order, Prefill) or order.on.base == 0 or len(order.on.tail) > MOST_UNCOMPUTED
     )
@@ -270,7 +280,7 @@ def _overlap(one: Span, other: Span) -> bool:
 
 
 def _steps(reports: Mapping[int, Reports]) -> list[int]:
-    """The rows of each draft step of a round: those of all sessions, which step together."""
+    """Return the rows of each draft step of a round; all sessions step together."""
     return [sum(widths) for widths in zip_longest(*(_steps_of(report) for report in reports.values()), fillvalue=0)]
 
 
@@ -282,7 +292,7 @@ def _steps_of(report: Reports) -> list[int]:
 
 
 def _at(points: CostPoints, rows: int, slope: float) -> float:
-    """Interpolate between the numbers of rows that were timed; beyond them go on by the slope between the ends."""
+    """Interpolate between the timed numbers of rows; beyond them extrapolate by the slope between the ends."""
     if not points:
         return 0.0
     at = bisect_left(points, (rows,))

@@ -1,8 +1,7 @@
-"""What is known of a pair and kept from request to request: costs, how far the draft's word goes, how fast decoding has
-been.
+"""What is learned of a pair and outlives requests: costs, acceptance by rank and probability, and the decoding rate.
 
-Owns the estimates a `Planner` goes by. Invariant: they are made of verdicts and times, never of tokens that are not
-judged.
+Owns the estimates that a `Planner` uses; how they are saved is `experiences.py`. Invariant: estimates come from
+verdicts and times, never from tokens that no verdict has judged.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from specbranch.core.orders import Orders, Reports
 from specbranch.core.stance import Stance
 from specbranch.core.trees import Chances
 
-# How often a target takes a draft's candidate, by what the draft says of it: usual figures, to begin with.
+# Initial acceptance rates of a draft's first candidate, and of its others, by class of the draft's probability.
 USUAL_FIRST = (0.05, 0.06, 0.09, 0.13, 0.22, 0.3, 0.38, 0.46, 0.6, 0.73, 0.79, 0.87, 0.92, 0.95, 0.975, 0.99, 0.99)
 USUAL_OTHER = (
     0.003,
@@ -37,9 +36,9 @@ USUAL_OTHER = (
     0.45,
     0.45,
 )
-USUAL_COVER = 0.8  # how often the target's next token is among those proposed
-# How often a token that was looked up is right. A line for each class of how many words match before it. In a line: the
-# draft said nothing yet; it is the draft's first candidate; one of its others; none of them.
+USUAL_COVER = 0.8  # initial share of positions at which the target's token is among the candidates
+# Initial acceptance rates of looked-up tokens. A row for each class of match length. Columns: the draft has not scored
+# the position; the token is the draft's first candidate; one of its others; none of them.
 USUAL_LOOK = (
     (0.2, 0.65, 0.2, 0.06),
     (0.45, 0.75, 0.31, 0.12),
@@ -49,19 +48,21 @@ USUAL_LOOK = (
     (0.94, 0.96, 0.65, 0.45),
     (0.96, 0.97, 0.7, 0.5),
 )
-# For the middle two: how much the draft's log-odds rise if the text says the same.
+# For the middle two columns: what is added to the candidate's log-odds if lookup proposes the same token.
 USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.5), (0.8, 1.8), (1.2, 2.0), (1.5, 2.4), (1.7, 2.8), (1.8, 2.9))
-LEARNING_PACE = 0.06  # how fast those shifts are learned
-MOST_SHIFT = 30.0  # log-odds: beyond it nothing becomes more certain, and an exponential may overflow
-LATELY = 400.0  # tokens over which the rate is measured
-EXPERIENCE_TOKENS = 1 << 16  # that count for it, with the round that goes beyond
-PROBING = 0.01  # share of the time that may be spent on asking a draft that does not pay
-IN_BATCH = 0.5  # of that: less can be gained there
+LEARNING_PACE = 0.06  # step size of learning these shifts
+MOST_SHIFT = 30.0  # log-odds: a larger shift adds no certainty, and its exponential may overflow
+LATELY = 400.0  # tokens over which the decoding rate is measured
+EXPERIENCE_TOKENS = 1 << 16  # most tokens that a saved rate may count
+PROBING = 0.01  # share of the seconds that may go to probes: asking a draft that does not pay
+IN_BATCH = 0.5  # factor on PROBING in a batch: a draft gains less there
 
 
 class Tally:
-    """How often something came true, by class. The usual share counts as `trust` observations; beyond `memory` of
-    them older ones fade."""
+    """How often something came true, by class.
+
+    The initial share counts as `trust` observations. Beyond `memory` observations older ones fade.
+    """
 
     def __init__(self, usual: tuple[float, ...], trust: float = 20.0, memory: float = 4000.0) -> None:
         self.seen = [trust] * len(usual)
@@ -70,28 +71,28 @@ class Tally:
 
     @property
     def most(self) -> float:
-        """How many observations of a class count at the most."""
+        """The most observations that a class can count."""
         return self._memory + 1.0
 
     def add(self, at: int, true: bool) -> None:
-        """Take in an observation."""
+        """Count an observation."""
         if self.seen[at] >= self._memory:
             self.seen[at], self.true[at] = 0.5 * self.seen[at], 0.5 * self.true[at]
         self.seen[at] += 1.0
         self.true[at] += true
 
     def shares(self) -> tuple[float, ...]:
-        """How often, by class."""
+        """Return how often it came true, by class."""
         return tuple(true / seen for true, seen in zip(self.true, self.seen, strict=True))
 
 
 Learned = Literal["first", "other", "cover", "looked", "shift", "pace"]
-News = tuple[Learned, int, float]  # what an observation is of, its class, and how it came out
+News = tuple[Learned, int, float]  # an observation: what it is of, its class, and its outcome
 
 
 @dataclass(slots=True)
 class Insight:
-    """How far the word of a draft and of the text itself goes, and how fast decoding has been."""
+    """Learned statistics: acceptance of drafted and looked-up candidates, and the decoding rate."""
 
     first: Tally = field(default_factory=lambda: Tally(USUAL_FIRST))
     other: Tally = field(default_factory=lambda: Tally(USUAL_OTHER))
@@ -104,15 +105,15 @@ class Insight:
     )
     tokens: float = 0.0
     seconds: float = 0.0
-    news: list[News] | None = None  # what was learned since it was last written down, where that is done
+    news: list[News] | None = None  # what was learned since the last save; None: nothing is saved
 
     def chances(self) -> Chances:
-        """As a table."""
+        """Return the acceptance rates as a table."""
         return Chances(self.first.shares(), self.other.shares(), self.looked.shares(), tuple(self.shifts))
 
     def promise(self, price: float) -> float:
-        """How many tokens the draft's candidates at a place promise beyond the price of their rows, as a share of what
-        they promise where rows cost nothing."""
+        """Return the candidates' expected tokens beyond the price of their rows, as a share of those at a price of
+        0."""
         found = free = 0.0
         for tally in (self.first, self.other):
             for true, seen in zip(tally.true, tally.seen, strict=True):
@@ -123,67 +124,72 @@ class Insight:
         return found / free
 
     def learn(self, of: Learned, at: int, value: float) -> None:
-        """Take in an observation, and note it where news are wanted."""
+        """Learn an observation, and note it as news for the next save."""
         self.take(of, at, value)
         if self.news is not None:
             self.news.append((of, at, value))
 
     def take(self, of: Learned, at: int, value: float) -> None:
-        """Take in an observation: whether a candidate of class `at` was right. "shift": how much more often than
-        expected. "pace": the seconds of a round that gave `at` tokens."""
+        """Learn an observation: whether a candidate of class `at` was right.
+
+        "shift": how much more often it was right than expected. "pace": the seconds of a round that emitted `at`
+        tokens.
+        """
         match of:
             case "shift":
                 self.shifts[at] = min(max(self.shifts[at] + LEARNING_PACE * value, -MOST_SHIFT), MOST_SHIFT)
             case "pace":
-                self._passed(at, value)
+                self._record_pace(at, value)
             case _:
                 tally: Tally = getattr(self, of)
                 tally.add(at, bool(value))
 
-    def _passed(self, tokens: int, seconds: float) -> None:
+    def _record_pace(self, tokens: int, seconds: float) -> None:
         if self.tokens > LATELY:
             self.tokens, self.seconds = 0.5 * self.tokens, 0.5 * self.seconds
         self.tokens += tokens
         self.seconds += seconds
 
     def rate(self, plain: float) -> float:
-        """Tokens a second, never fewer than plain decoding's, which takes `plain` for one; half as many again before
-        anything is known."""
+        """Return tokens a second, at least the rate of plain decoding, which takes `plain` seconds for one token.
+
+        The initial estimate is half as many tokens again as plain decoding.
+        """
         few = 40.0
         return max((few * 1.5 + self.tokens) / max(few * plain + self.seconds, 1e-12), 1.0 / max(plain, 1e-12))
 
 
 class Experience:
-    """What is known of a pair; outlives requests, one for each engine."""
+    """What is learned of a pair; there is one for each engine."""
 
     def __init__(self, costs: Costs | None = None, has_draft: bool = True) -> None:
-        """Without `costs` they are learned."""
+        """Learn costs unless `costs` are given."""
         self.costs: Costs = LearnedCosts() if costs is None else costs
         self.learned = self.costs if isinstance(self.costs, LearnedCosts) else None
         self.has_draft = has_draft
         self.insight = Insight()
         self.stance = None if self.costs.prices_all else Stance(self._most_plain)
-        # What free text shows says nothing about text that is being copied, where lookup pays; kept in no file.
+        # Rates on free text say nothing about text that is being copied, where lookup pays. This one is never saved.
         self.copying = None if self.costs.prices_all else Stance(self._most_plain)
-        self._credit = 0.0  # seconds that may be spent on asking it all the same
+        self._credit = 0.0  # seconds that may go to a probe
 
     def _most_plain(self, batch_size: int) -> float:
-        """Tokens a second of plain decoding, of each of so many sessions: a forward's time is the least it takes."""
+        """Return the most tokens a second that plain decoding can give each of `batch_size` sessions."""
         seconds = self.costs.target_seconds(batch_size) if self.costs.knows_target else 0.0
         return 1.0 / seconds if seconds > 0.0 else math.inf
 
-    def affords(self, seconds: float) -> bool:
-        """Whether a draft that does not pay may be asked once more; if so, it is paid for."""
+    def pay_probe(self, seconds: float) -> bool:
+        """Spend the probe credit if it covers so many seconds; returns True if it did."""
         if self._credit < seconds:
             return False
-        self.spend()
+        self.reset_probe_credit()
         return True
 
-    def spend(self) -> None:
-        """The draft is asked: for a while nothing is saved by which it could be asked in vain."""
+    def reset_probe_credit(self) -> None:
+        """Reset the probe credit: the draft is asked anyway."""
         self._credit = 0.0
 
-    def note(
+    def record_forwards(
         self,
         orders: Orders,
         reports: Reports,
@@ -192,9 +198,10 @@ class Experience:
         slowed: float = 1.0,
         batch_size: int = 1,
     ) -> None:
-        """Learn from a round of one session; what it cost is learned by the `Loop`, of all sessions together.
+        """Learn the rate of one session from a run of the executor; the `Loop` learns the costs.
 
-        `waited`: what passed without it; `slowed`: how much longer plain decoding takes here than alone.
+        `waited`: seconds of rounds that ran without this session. `slowed`: how much longer a plain round takes in this
+        batch than alone.
         """
         spans = [span for span in (reports.drafting, reports.verifying) if span is not None]
         seconds = max(span.end for span in spans) - min(span.start for span in spans) if spans else 0.0

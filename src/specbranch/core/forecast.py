@@ -1,8 +1,8 @@
-"""What is foretold of a draft before it is verified: H-RAD's signal, and who gives it.
+"""H-RAD's prediction of how much of a draft the target will accept, and the protocol of predictors.
 
-Owns the vocabulary between those who foretell (`hrad`, or a record of what it said) and those who heed it (the policy
-`paper`). A request says by `wants_forecast` that its method heeds signals; then the target's probe is told with each
-verdict (`Judged.said`), a forecaster makes a signal of it where the target is, and the signal travels in the verdict.
+Owns the values between predictors (`hrad`, or a record of one) and the policy `paper`. `Request.wants_forecast` says
+that a method uses predictions. Then the target's probe output comes with each verdict (`Judged.said`). A forecaster
+turns it into a signal next to the target, and the signal travels in the verdict.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-NONE, SOME, ALL = range(3)  # of a draft is taken: H-RAD's classes
+NONE, SOME, ALL = range(3)  # how much of a draft is accepted: H-RAD's classes
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """What H-RAD foretells of the draft behind a verdict: for a draft of 1, 2, … tokens the chances that none, some
-    or all is taken."""
+    """H-RAD's prediction for the draft behind a verdict.
+
+    For a draft of 1, 2, … tokens: the probabilities that none, some or all of it is accepted.
+    """
 
     chances: tuple[tuple[float, float, float], ...]
 
     @classmethod
     def of(cls, steps: Sequence[float]) -> Signal:
-        """Make one from the chance of each token of a draft once all before it are taken."""
+        """Make a signal from the probability of each token of a draft, given that all before it are accepted."""
         found, whole, none = [], 1.0, 1.0 - steps[0]
         for step in steps:
             whole *= step
@@ -32,13 +34,13 @@ class Signal:
 
     @property
     def sound(self) -> bool:
-        """Whether these are chances at all."""
-        # false for what is not a number
+        """True if these are probabilities at all."""
+        # NaN fails both comparisons
         return all(0.0 <= chance <= 1.0 for classes in self.chances for chance in classes)
 
     def hard(self, length: int) -> int | None:
-        """The likeliest class for a draft of so many tokens, NONE, SOME or ALL; nothing if that is longer than it
-        knows."""
+        """Return the likeliest class of a draft of `length` tokens: NONE, SOME or ALL; None if it predicts none so
+        long."""
         if not 1 <= length <= len(self.chances):
             return None
         classes = self.chances[length - 1]
@@ -46,9 +48,9 @@ class Signal:
 
 
 class Forecaster(Protocol):
-    """Foretells what becomes of the next draft."""
+    """Predicts how much of the next draft is accepted."""
 
     def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
-        """What becomes of a draft behind the token at this position, by what the target's probe said; nothing if
-        that cannot be told."""
+        """Return the prediction for a draft behind the token at `position`, by the probe's output; None: there is
+        none."""
         ...

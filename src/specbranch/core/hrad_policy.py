@@ -1,4 +1,4 @@
-"""Policies that go by a signal: what a predictor (H-RAD), or the last verdict, says of the next draft.
+"""Policies that use a signal: the prediction of a predictor (H-RAD), or the last verdict.
 
 Owns what SpecBranch's paper does with H-RAD's classes none, some and all. Invariant: without a signal both decide by
 confidence alone.
@@ -13,8 +13,7 @@ from specbranch.core.policy import Confidence, Policy, PolicyKind, until_of, wid
 
 
 class Paper(Confidence):
-    """SpecBranch as published: H-RAD's hard signals, none and all, say what is kept; between them, and without it,
-    confidence does."""
+    """SpecBranch as published: H-RAD's hard signals none and all decide what is kept; otherwise confidence does."""
 
     def __init__(
         self,
@@ -27,29 +26,32 @@ class Paper(Confidence):
         hrad: bool = True,
         posterior: bool = True,
     ) -> None:
-        """`posterior`: a surviving branch is judged by the signal of the verdict it survived, not by the one before."""
+        """Plan with H-RAD or without.
+
+        `posterior`: a branch that was hit is trimmed by the signal of that same verdict, not of the one before.
+        """
         super().__init__(length, stop_below, width, heads, until)
         self._hrad, self._posterior = hrad, posterior
         self._before: Signal | None = None
         self._now: Signal | None = None
 
     def chain(self) -> Plan:
-        """Plan a chain: nothing where nothing would be taken, all of it where all would."""
+        """Plan a chain: nothing for NONE, full length for ALL, up to the first unsure token otherwise."""
         hard = _hard(self._now, self.length)
         if hard == NONE:
             return Plan(0)
         return Plan(self.length) if hard == ALL else super().chain()
 
     def trim(self, branch: Branch) -> Branch:
-        """Keep nothing, all, or what comes before the first unsure token."""
+        """Keep nothing, all, or the tokens before the first unsure one."""
         return self._kept(branch, self._now)
 
     def inherit(self, branch: Branch) -> Branch:
-        """Do the same by the signal of the verdict that the branch survived, or by the one before."""
+        """Do the same for a branch that was hit, by the signal of that verdict or of the one before."""
         return self._kept(branch, self._now if self._posterior else self._before)
 
     def observe(self, pending: Branch, verdict: Verdict) -> None:
-        """Take in the verdict's signal."""
+        """Remember the verdict's signal."""
         self._before, self._now = self._now, self._signal(pending, verdict)
 
     def _signal(self, pending: Branch, verdict: Verdict) -> Signal | None:
@@ -63,7 +65,7 @@ class Paper(Confidence):
 
 
 class LastLength(Paper):
-    """The plainest signal: what became of the last chain becomes of the next, nothing, all, or part of it."""
+    """The simplest signal: the next chain fares as the last one did: none, all, or some of it is accepted."""
 
     def _signal(self, pending: Branch, verdict: Verdict) -> Signal | None:
         taken = len(verdict.path)
@@ -73,7 +75,7 @@ class LastLength(Paper):
 
 
 def _hard(signal: Signal | None, length: int) -> int:
-    """What a signal says of a draft of so many tokens, SOME where it says nothing."""
+    """Return a signal's class for a draft of `length` tokens, SOME if it has none."""
     found = signal.hard(length) if signal is not None else None
     return SOME if found is None else found
 

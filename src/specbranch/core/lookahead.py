@@ -1,18 +1,17 @@
-"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target guesses its own n-grams, beside the verification of
-earlier ones.
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target guesses n-grams, and verifies earlier guesses.
 
-Owns the window, the pool, and the order of rounds; no draft model takes part. One forward of the target reads both
-branches. *Lookahead*: the window holds the last N − 1 iterations of Jacobi decoding. Its oldest row follows the text's
-last token as a chain, and the newer ones hang on it column by column: a token sees the text, the oldest row up to its
-own column, and its own column's tokens of the rows between. So the published attention pattern is a tree, in which a
-token's depth is its position. What the target says after the newest row is the next one, and each column then is an
-n-gram. *Verification*: the pool's n-grams behind the text's last token.
+Owns the window, the pool, and the order of rounds; no draft model takes part. One forward of the target has both
+branches. *Lookahead*: the window holds the last N − 1 iterations of Jacobi decoding. Its oldest row is a chain behind
+the text's last token. Each newer row is below it, column by column: a token sees the text, the oldest row up to its own
+column, and its own column's tokens of the rows between. So the published attention pattern is a tree, in which a
+token's depth is its position. The target's tokens after the newest row are the next row, and each column is then an
+n-gram. *Verification*: the pool's n-grams that start with the text's last token.
 
-As published the window moves by one place a round, however many tokens were taken, begins with tokens drawn from the
-prompt, and what it holds is never taken itself. Three things differ. Candidates that begin alike share nodes, so that
-they take fewer rows; the longest match is the same. Towards the request's limit the window narrows, so that nothing is
-read beyond. And where tokens are sampled it is filled with the noise of its places, not greedily: that is what the
-target would say there. Invariant: the session receives only what the verdict says.
+As published, the window moves by one column a round, however many tokens were accepted. It starts with tokens drawn
+from the prompt, and its own tokens are never accepted. Three things differ. Candidates with a common beginning share
+nodes, which saves rows; the longest match is the same. Near the request's limit the window narrows, so that no row lies
+beyond it. If tokens are sampled, the window is filled with the noise of its positions, not greedily: that is what the
+target would choose there. Invariant: the session receives only what the verdict says.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ Ngram = tuple[int, ...]
 
 
 class NgramPool:
-    """N-grams by their first token, as many for each as are verified at once; of those the ones met last."""
+    """N-grams by their first token, at most as many as are verified at once; the latest ones stay."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._rests: dict[int, dict[Ngram, None]] = {}  # by first token; the one met last comes last
+        self._rests: dict[int, dict[Ngram, None]] = {}  # by first token; the latest comes last
 
     def __len__(self) -> int:
         return sum(map(len, self._rests.values()))
 
     def add(self, ngrams: Iterable[Ngram]) -> None:
-        """Take n-grams in; where there are too many of one first token, the one that was not met for longest goes."""
+        """Add n-grams; if one first token has too many, the oldest is dropped."""
         for first, *rest in ngrams:
             held = self._rests.setdefault(first, {})
             held.pop(tuple(rest), None)
@@ -51,7 +50,7 @@ class NgramPool:
                 del held[next(iter(held))]
 
     def tree(self, first: int, deepest: int) -> Tree:
-        """Return what followed a token, as a tree no deeper than asked for; what was met last is its main path."""
+        """Return what followed a token as a tree of bounded depth; the latest n-gram is its main path."""
         nodes: list[Node] = []
         known: dict[tuple[int, int], int] = {}
         for rest in reversed(self._rests.get(first, {})):
@@ -65,21 +64,23 @@ class NgramPool:
 
 
 class Window:
-    """The last rows of Jacobi iterations, oldest first; as long as there are fewer than N − 1, nothing is made of them.
+    """The last rows of Jacobi iterations, oldest first. It makes no n-grams until it has N − 1 rows.
 
-    The text's last token stands before the oldest row, so that every newer row has one token more.
+    The text's last token is before the oldest row, so every newer row has one token more.
     """
 
     def __init__(self, size: int, guesses: Sequence[int]) -> None:
-        """`size` is that of the n-grams, N. The first row are W + N − 3 guesses: each round until the window is full
-        takes one of them."""
+        """Start with one row of W + N − 3 guesses; `size` is N, the length of the n-grams.
+
+        Each round until the window is full uses up one guess.
+        """
         self.rows = [tuple(guesses)]
         self._size = size
 
     def aside(self, deepest: int) -> Aside:
-        """Lay the rows out as a tree below the text's last token, to be told what the target says after the newest.
+        """Return the rows as a tree below the text's last token; the target answers after the newest row.
 
-        Columns that would be deeper than asked for are given up.
+        Columns beyond the depth `deepest` are dropped.
         """
         columns = max(deepest + 2 - len(self.rows), 0)
         self.rows = [self.rows[0][: max(columns - 1, 0)], *(row[:columns] for row in self.rows[1:])]
@@ -94,20 +95,21 @@ class Window:
         return Aside(tuple(tokens), tuple(parents), tuple(last))
 
     def slide(self, current: int, guessed: Sequence[int]) -> list[Ngram]:
-        """Take the next row in and move by one place; returns the n-grams, if the window is full. `current` is the
-        text's last token."""
+        """Add the next row and move by one column; returns the n-grams once the window is full.
+
+        `current` is the text's last token.
+        """
         oldest, *newer = self.rows
         if len(self.rows) < self._size - 1:
             self.rows = [row[1:] for row in self.rows] + [tuple(guessed[1:] if newer else guessed)]
             return []
         self.rows = [newer[0][1:], *newer[1:], tuple(guessed)]
-        # an oldest row that is given up leaves the text's last token
+        # if the oldest row was dropped, the text's last token remains
         return list(zip((current, *oldest), *newer, guessed, strict=False))
 
 
 def lookahead(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
-    """Verify n-grams that the target guessed in earlier rounds, and have it guess on in the same forward; nothing is
-    drafted by a model."""
+    """Verify n-grams that the target guessed in earlier rounds; it guesses on in the same forward."""
     pool, window = NgramPool(config.lookahead_candidates), Window(config.lookahead_ngram, _guesses(session, config))
     while not session.finished:
         current = session.tokens[-1]
@@ -118,14 +120,14 @@ def lookahead(session: Session, config: SpeculativeConfig, policy: Policy) -> Me
 
 
 def _guesses(session: Session, config: SpeculativeConfig) -> list[int]:
-    """Draw the first row from the prompt; the same for the same request."""
+    """Draw the first row from the prompt; the same request gets the same row."""
     rng = random.Random(f"{session.request.seed} {session.request.sample}")
     count = config.lookahead_window + config.lookahead_ngram - 3
     return rng.choices(session.tokens[: session.request.prompt_length], k=count)
 
 
 def _absorb(session: Session, tree: Tree, reports: Reports) -> None:
-    """Commit a verdict and count what it did to the candidates."""
+    """Commit a verdict and count what it decided of the candidates."""
     verdict = verdict_of(reports)
     taken = session.commit([node.token for node in tree.nodes], verdict)
     session.stats.take(reports)

@@ -1,7 +1,7 @@
-"""Prompt lookup: propose what followed the last occurrence of the current n-gram in the text itself. No draft model.
+"""Prompt lookup: propose what followed the latest earlier occurrence of the text's last n-gram. No draft model.
 
-Owns an index over one growing token list. Invariant: the index never holds the n-gram that ends the list, so a find is
-always a real earlier occurrence.
+Owns an index over one growing token list. Invariant: the index never holds the n-gram that ends the list, so every
+match is a real earlier occurrence.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from itertools import cycle, islice
 
 from specbranch.core.trees import MATCHES
 
-LONGEST_MATCH = MATCHES[-1]  # tokens of a match that are counted: more say nothing new
+LONGEST_MATCH = MATCHES[-1]  # tokens of a match that are counted: the longest class begins here
 
 
 class Ngrams:
-    """For each n-gram of the list, where the text after its latest occurrence starts."""
+    """Maps each n-gram of the list to the position behind its latest occurrence."""
 
     def __init__(self, tokens: Sequence[int], longest: int, shortest: int = 1) -> None:
         self._tokens = tokens
@@ -28,11 +28,11 @@ class Ngrams:
         return self.find(length)[1]
 
     def find(self, length: int, behind: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]]:
-        """Return how many tokens at the end stand before a place in the list, too, where the longest known suffix was
-        met last, and `length` tokens that followed there; none if it was met nowhere.
+        """Find the latest earlier occurrence of the longest known suffix.
 
-        Where the list ends before that, it goes on as it went on there: what repeats itself does so for long.
-        `behind`: tokens that are about to be added to the list.
+        Returns the length of the match in tokens, and the `length` tokens that followed it; (0, ()) if there is none.
+        If the list ends sooner, the tokens repeat in a cycle: text that repeats itself does so for long. `behind`:
+        tokens that are about to be appended to the list.
         """
         first = max(min(self._seen + 1, len(self._tokens)) - self._sizes.start, 0)
         lately = (*self._tokens[first:], *behind)
@@ -46,7 +46,7 @@ class Ngrams:
         return 0, ()
 
     def _matched(self, start: int, size: int, behind: tuple[int, ...]) -> int:
-        """How many tokens before `start` are those at the end; `size` of them are known to be."""
+        """Return how many tokens before `start` equal those at the end; the first `size` are known to."""
         end = len(self._tokens) + len(behind)
         longest = min(LONGEST_MATCH, start)
         while size < longest and self._token(start - size - 1, behind) == self._token(end - size - 1, behind):
@@ -57,7 +57,7 @@ class Ngrams:
         return self._tokens[at] if at < len(self._tokens) else behind[at - len(self._tokens)]
 
     def _index(self, lately: tuple[int, ...], first: int) -> None:
-        """Take in what is new in the list, and about to be: all of it from token `first` on is given."""
+        """Index the new tokens of the list, and those about to be appended; `lately` has all tokens from `first` on."""
         length = first + len(lately)
         for end in range(self._seen + 1, length):
             for size in self._sizes:

@@ -1,8 +1,7 @@
-"""Who may send how much to a forward that all sessions share: rows of the target and lanes of the draft go to what
-promises most, at the price of the whole.
+"""How sessions share a forward: which of them draft, and how many rows of each the target verifies.
 
-Owns the decision, no state. Invariant: what is granted depends on offers and on the number of rows, never on tokens; a
-session is always granted the row of its next token.
+Owns the decision, no state. Rows go to the highest expected gain, at the price for the whole batch. Invariant: a grant
+depends on offers and numbers of rows, never on tokens; every session gets the row of its next token.
 """
 
 from __future__ import annotations
@@ -15,49 +14,49 @@ from statistics import fmean
 
 from specbranch.core.costs import Costs
 
-MOST_ROWS = 512  # of a forward
-MOST_LANES = 64  # nodes of a draft step that several sessions share
-WIDTHS = (1, 2, 4, 8, 16)  # nodes of each session that are looked at for a first step
-LEAST = 0.02  # in a batch nothing is sent that is reached so seldom
-USUAL = 2  # tokens that a draft has to read first if it drafts in every round
-ONCE = 0.02  # share of the time for what is unread beyond that which one step has to pay
+MOST_ROWS = 512  # rows of a target forward
+MOST_LANES = 64  # rows of a draft step that several sessions share
+WIDTHS = (1, 2, 4, 8, 16)  # rows of each session that are compared for a first step in a batch
+LEAST = 0.02  # reach below which a batch verifies no node
+USUAL = 2  # uncomputed tokens of a draft that drafts in every round
+ONCE = 0.02  # share of the seconds for more uncomputed tokens than that which the first step has to pay
 
 
 @dataclass(frozen=True, slots=True)
 class RowOffer:
-    """What a session would have verified in the next round, best first; it is told how many of these it may send."""
+    """What a session wants verified in the next round, best first. The answer is a `RowGrant`."""
 
-    reaches: tuple[float, ...]  # how likely the target comes to each
-    rate: float  # tokens a second that the session counts on: what its time is worth
+    reaches: tuple[float, ...]  # the probability that the target reaches each node
+    rate: float  # expected tokens a second of this session: what a second is worth
     costs: Costs
-    context: float  # tokens before them
+    context: float  # tokens before these nodes
 
 
 @dataclass(frozen=True, slots=True)
 class RowGrant:
-    """How many of its tokens a session may send, to a forward of so many rows."""
+    """How many of its nodes a session may verify, in a forward of `rows` rows in all."""
 
     count: int
     rows: int
-    rate: float  # tokens a second that all sessions count on together
-    steps: tuple[float, ...] = ()  # what steps of the draft beside it cost, by the nodes of all; none: as if alone
+    rate: float  # expected tokens a second of all sessions together
+    steps: tuple[float, ...] = ()  # prices of draft steps during the verify, by rows of all; empty: as for a lone one
 
 
 @dataclass(frozen=True, slots=True)
 class LaneOffer:
-    """What a session would have its draft read while the target waits; it is told whether it may."""
+    """What a session wants drafted while the target waits. The answer is a `LaneGrant`."""
 
-    gains: tuple[float, ...]  # tokens that reading each of its best nodes promises, best first
-    uncomputed: int  # tokens to be read before the first; 0: none, the nodes themselves are read at once
-    rate: float  # tokens a second that the session's time is worth
-    first_rate: float  # the same, for its first step: where that opens the way to others it may cost less
+    gains: tuple[float, ...]  # expected tokens from computing each of its best nodes, best first
+    uncomputed: int  # committed tokens that the draft has to compute first; 0: it can start with the nodes
+    rate: float  # expected tokens a second of this session
+    first_rate: float  # the same for pricing the first step, which may cost less because others depend on it
     costs: Costs
     context: float
 
 
 @dataclass(frozen=True, slots=True)
 class LaneGrant:
-    """Whether a session may draft, and what steps cost, by the nodes of all that do; none: as if alone."""
+    """Says if a session may draft, with the prices of steps by rows of all sessions; empty: as for a lone one."""
 
     may: bool
     steps: tuple[float, ...] = ()
@@ -72,8 +71,8 @@ def let_draft(
 ) -> dict[int, LaneGrant]:
     """Return who may draft in the next round.
 
-    All sessions wait for those that do: `waiting` is what a second of the rest is worth, in tokens; `others` draft
-    anyway. A step that they share has at most so many `lanes`.
+    All sessions wait for those that draft. `waiting`: expected tokens a second of the sessions that have made no offer.
+    `others`: sessions that draft anyway. `lanes`: most rows of a shared step.
     """
     first = next(iter(offers.values()), None)
     if first is None or not first.costs.knows_draft:
@@ -85,18 +84,18 @@ def let_draft(
     steps: tuple[float, ...] = ()
     if chosen and (len(offers) > 1 or waiting or others):
         rate = waiting + sum(offer.rate for offer in offers.values())
-        # One alone has no more lanes than its tree, so that a device can grow it by itself.
+        # A lone session gets no more lanes than its tree may have, so that a device can extend the tree by itself.
         steps = step_prices(costs, rate, context, lanes if len(chosen) + others > 1 else WIDTHS[-1])
     return {session: LaneGrant(session in chosen, steps) for session in offers}
 
 
 def pays_alone(offer: LaneOffer) -> bool:
-    """Whether a session that is alone may draft: what `let_draft` says of it, sooner."""
+    """True if a lone session may draft: what `let_draft` will answer, known sooner."""
     return _best_group([offer], offer.first_rate, 0) > 0
 
 
 def _best_group(ranked: list[LaneOffer], rate: float, others: int) -> int:
-    """How many of the sessions that promise most to let draft: as many as promise most beyond what they cost all."""
+    """Return how many of the best sessions should draft: the number with the highest profit for all."""
     best, most = 0, 0.0
     widest = max(1 if offer.uncomputed else len(offer.gains) for offer in ranked)
     alone = len(ranked) + others == 1
@@ -114,7 +113,7 @@ def _best_group(ranked: list[LaneOffer], rate: float, others: int) -> int:
 
 
 def _seconds(offer: LaneOffer, rows: int, whole: int, others: int) -> float:
-    """What a first step takes beyond that of others; what is unread for long is read once, for many steps."""
+    """Return the seconds that a first step adds to the `others`'. Prefill beyond the usual is paid over many steps."""
     costs, context = offer.costs, offer.context
     usual = costs.draft_seconds(rows, context)
     once = ONCE * (costs.draft_seconds(whole, context) - usual) if whole > rows else 0.0
@@ -122,17 +121,17 @@ def _seconds(offer: LaneOffer, rows: int, whole: int, others: int) -> float:
 
 
 def step_prices(costs: Costs, rate: float, context: float, widest: int) -> tuple[float, ...]:
-    """What steps of the draft cost, by the nodes they read, if a second is worth so many tokens."""
+    """Return the prices of draft steps in tokens, by rows, if a second is worth `rate` tokens."""
     return tuple([rate * costs.draft_seconds(width, context) for width in range(1, widest + 1)])
 
 
 def granted(
     offers: Mapping[int, RowOffer], others: int = 0, most_rows: int = MOST_ROWS, lanes: int = MOST_LANES
 ) -> dict[int, RowGrant]:
-    """Return how many of its tokens each session may send; `others` are rows that go into the same forward anyway.
+    """Return how many of its nodes each session may verify; `others`: rows that are in the same forward anyway.
 
-    Tokens are taken by their reach, over all sessions, as long as another one brings more than its row costs all of
-    them: the time it adds, at the rate at which they emit tokens together.
+    Nodes are granted by falling reach over all sessions. The number is the one with the highest profit: expected tokens
+    minus added seconds, times the rate of all sessions.
     """
     first, base = next(iter(offers.values()), None), len(offers) + others
     if first is None or not first.costs.knows_target:
@@ -156,7 +155,7 @@ def granted(
 
 
 def _by_reach(offers: Mapping[int, RowOffer], most: int) -> list[tuple[int, float]]:
-    """The best tokens of all sessions, each after those before it in its session."""
+    """Return the best nodes of all sessions, each behind those before it in its session."""
     heads = [(-offer.reaches[0], session, 0) for session, offer in offers.items() if offer.reaches]
     heapify(heads)
     found: list[tuple[int, float]] = []

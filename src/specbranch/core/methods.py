@@ -1,6 +1,7 @@
-"""The decoding methods by name, what each needs, and which one fits.
+"""The decoding methods by name, what each needs, and the default.
 
-Owns the table; how a method drafts and verifies is in `rounds`, `tree_rounds` and `lookahead`.
+Owns the table; how a method drafts and verifies is in `rounds`, `tree_rounds` and `lookahead`. Invariant: every method
+emits the tokens of PLAIN (under the ratio rule: its distribution).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from specbranch.core.policies import POLICIES, make_policy
 from specbranch.core.policy import Policy
 from specbranch.core.rounds import Decode, MethodRounds
 from specbranch.core.session import Session
-from specbranch.core.tree_rounds import growing
+from specbranch.core.tree_rounds import decode_tree
 from specbranch.errors import BadParameter, unknown
 
 __all__ = ["METHODS", "PLAIN", "Method", "MethodRounds", "best_fit", "find_method"]
@@ -30,26 +31,26 @@ PLAIN = "autoregressive"  # the method that every other must equal
 class Method:
     """A decoding method and what it needs."""
 
-    decode: Decode | None  # over chains; nothing: it grows trees, by the planner alone
+    decode: Decode | None  # over chains; None: over trees, by the planner alone
     summary: str
     needs_draft: bool = True
     policy: PolicyName = "fixed"
     heads: HeadKind = "sampled"  # under the ratio rule; under match heads are always the top ones
     without: tuple[Part, ...] = ()  # parts of the planner it does not have
-    guesses: bool = False  # it has the target guess, beyond what is verified
+    guesses: bool = False  # the target guesses tokens in extra rows of a verify
 
     @property
     def uses_draft(self) -> bool:
-        """Whether a draft model is of any use to it."""
+        """True if the method can use a draft model."""
         return self.needs_draft or self.policy == "planner"
 
     def plans(self, config: SpeculativeConfig) -> bool:
-        """Whether the planner decides, so that what is done depends on costs."""
+        """True if the planner decides, so that rounds depend on costs."""
         return (config.policy or self.policy) == "planner"
 
-    def heeds_signals(self, config: SpeculativeConfig) -> bool:
-        """Return True if a predictor's signals make any difference to it."""
-        return POLICIES[config.policy or self.policy].heeds_signals(config)
+    def uses_signals(self, config: SpeculativeConfig) -> bool:
+        """True if a predictor's signals make any difference to it."""
+        return POLICIES[config.policy or self.policy].uses_signals(config)
 
     def check(self, name: str, config: SpeculativeConfig) -> None:
         """Refuse a policy that the method cannot follow, and parts to leave out that the policy does not have."""
@@ -71,14 +72,16 @@ class Method:
             )
 
     def start(self, session: Session, config: SpeculativeConfig, experience: Experience) -> MethodRounds:
-        """Begin decoding a session; `experience` is what the planner goes by, and adds to. Costs that are learned,
-        the loop must learn."""
+        """Start decoding a session; the planner uses `experience` and adds to it.
+
+        If costs are learned, the loop has to learn them.
+        """
         if self.plans(config):
-            return growing(session, self._planner(session, config, experience))
+            return decode_tree(session, self._planner(session, config, experience))
         return self.run(session, config, make_policy(config, self.policy, self.heads))
 
     def run(self, session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
-        """Begin decoding a session by another policy than the method's own."""
+        """Start decoding a session by another policy than the method's own."""
         if self.decode is None:
             raise ValueError("a method that grows trees has no policy but the planner")
         return rounds.whole(session, config, policy, self.decode, self.needs_draft)
@@ -124,15 +127,17 @@ METHODS: dict[str, Method] = {
 
 
 def best_fit(config: SpeculativeConfig, has_draft: bool) -> tuple[str, SpeculativeConfig]:
-    """Return the method to use and its settings: the one asked for, else what fits. Without a draft the text itself
-    is looked up."""
+    """Return the method to use and its settings: the requested one, else the default.
+
+    The default is `specbranch`; without a draft it is `auto`, which uses lookup.
+    """
     name = config.method or ("specbranch" if has_draft else "auto")
     find_method(name, has_draft).check(name, config)
     return name, replace(config, method=name)
 
 
 def find_method(name: str, has_draft: bool) -> Method:
-    """Return the method of that name, or say which there are and what it lacks."""
+    """Return the method of that name, or raise with the names there are, or with what it lacks."""
     if name not in METHODS:
         raise unknown("method", name, METHODS)
     method = METHODS[name]

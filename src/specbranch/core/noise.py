@@ -1,5 +1,4 @@
-"""The randomness that target and draft share: a counter-based hash, so that it depends on where a token stands and on
-nothing else.
+"""The random numbers that target and draft share: a counter-based hash of a token's position.
 
 Owns the hash and the transforms of its bits. Invariant: noise is a function of (seed, sample, position, the target's
 token id), and a uniform of (seed, sample, position, purpose, attempt); no variate is used for two decisions.

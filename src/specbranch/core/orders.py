@@ -1,4 +1,4 @@
-"""The shared vocabulary: what a method asks for (orders) and what comes back (reports).
+"""The values between methods and models: what a method orders, and what the executor reports.
 
 Owns only values; nothing here computes with a model. Invariant: an order states the true sequence and never says
 "undo".
@@ -18,8 +18,8 @@ from specbranch.core.trees import Growth, Tree
 
 Measure = Literal["top", "entropy"]
 Until = Literal["length", "target"]
-# By the tokens that a verdict adds: the chain that will most likely be judged behind them; "draft": the draft will be
-# asked before; None: who knows.
+# What the next round does first, given the tokens that a verdict adds. It verifies these tokens; "draft": the draft
+# works first; None: unknown.
 Following = tuple[int, ...] | Literal["draft"] | None
 Follows = Callable[[tuple[int, ...]], Following]
 
@@ -36,7 +36,7 @@ class Sparse:
         return self.probs[self.ids.index(token)] if token in self.ids else 0.0
 
     def without(self, token: int) -> Sparse:
-        """Return the law of the next draw once `token` was tried: its mass removed, the rest renormalised."""
+        """Return the distribution of the next draw once `token` was tried: without its mass, renormalised."""
         rest = [(i, p) for i, p in zip(self.ids, self.probs, strict=True) if i != token]
         total = sum(p for _, p in rest)
         return Sparse(tuple(i for i, _ in rest), tuple(p / total for _, p in rest))
@@ -44,10 +44,9 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A sequence as a worker is told it: keep `base` tokens of what you hold, then these.
+    """A sequence as an order states it: keep the first `base` tokens of what the worker holds, then `tail`.
 
-    `history` is the session's own list: only its first `base` tokens are read, and only for a worker that has lost
-    them.
+    `history` is the session's own token list. Only its first `base` tokens are used, for a worker that has lost them.
     """
 
     base: int
@@ -58,22 +57,22 @@ class Context:
         return self.base + len(self.tail)
 
     def whole(self) -> Context:
-        """The same sequence for a worker that holds nothing of it."""
+        """Return the same sequence for a worker that holds nothing of it."""
         return Context(0, (*self.history[: self.base], *self.tail))
 
     def plus(self, tokens: Sequence[int], held: int) -> Context:
-        """This sequence and some tokens behind it, for a worker that holds so many of its first."""
+        """Return this sequence followed by `tokens`, for a worker that holds its first `held` tokens."""
         before, held = self.history[held : self.base], min(held, len(self))
         return Context(held, (*before, *self.tail[max(held - self.base, 0) :], *tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to draft: from each fork, `width` heads, each extended to `length` tokens (head included).
+    """How to draft: from each fork, `width` heads, each extended to `length` tokens, the head included.
 
-    A fork is `(after, width)`: it presumes that `after` of the pending tokens are accepted. No fork: one chain after
-    all of them. `narrow` lets the worker shrink a fork where the draft is sure: k = max(1, ⌊width·(1 − confidence)⌋),
-    the paper's rule.
+    A fork is `(after, width)`: it presumes that `after` of the pending tokens are accepted. No fork: one chain behind
+    all of them. `narrow` lets the worker shrink a fork where the draft is sure, by the paper's rule: k = max(1,
+    ⌊width·(1 − confidence)⌋).
     """
 
     length: int
@@ -88,10 +87,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft by `plan` after the sequence `on`, whose last `pending` tokens are not yet committed.
+    """Draft by `plan` behind the sequence `on`, whose last `pending` tokens are not committed yet.
 
-    `number` counts the session's draft orders. Draws are keyed by it too: a position drafted again after a rollback
-    gets a fresh variate, so a plan may depend on what became of the tokens that were voided.
+    `number` counts the session's draft orders, and keys their random draws. A position drafted again after a rollback
+    gets a fresh variate. So a plan may depend on what became of the tokens that were rolled back.
     """
 
     on: Context
@@ -101,51 +100,55 @@ class Draft:
 
     @property
     def until_target(self) -> bool:
-        """Whether it ends when the target is done."""
+        """True if it ends when the target is done."""
         return self.plan.until == "target"
 
     @property
     def announces(self) -> bool:
-        """Whether its first head is drawn, and judged with the target's row."""
+        """True if its first head is sampled: the target judges that head with its own row."""
         return self.plan.length > 0 and self.plan.heads == "sampled"
 
 
 class Receiver(Protocol):
-    """A target that may begin to verify a tree where it has grown, before it is asked to."""
+    """A target that may start to verify a tree on the device that extended it, before the order comes."""
 
     def prepare(self) -> Any:
-        """Get ready; returns what is to be brought up with the tree."""
+        """Prepare; returns what goes to the device together with the tree."""
         ...
 
     def take(self, tree: Any, nodes: int) -> None:
-        """Begin with what of a tree of so many nodes will most likely be verified."""
+        """Start to verify the likeliest choice of rows from a tree of `nodes` nodes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """Grow `tree` behind the sequence `on`, all of which is committed. What the worker no longer holds of it, it
-    reads again."""
+    """Extend `tree` behind the sequence `on`, all of which is committed.
+
+    The worker computes again what it no longer holds of the tree.
+    """
 
     on: Context
     tree: Tree
     growth: Growth
     number: int = 0
-    # how what is verified next will be chosen, as far as that is known, and who may begin with it
+    # how the rows of the next verify are chosen, if that is known, and who may start with them
     sending: SendingLater | None = field(default=None, compare=False)
     receiver: Receiver | None = field(default=None, repr=False, compare=False)
     announces: ClassVar[bool] = False
 
     @property
     def until_target(self) -> bool:
-        """Whether it ends when the target is done."""
+        """True if it ends when the target is done."""
         return self.growth.free_time > 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Have a model read on in the sequence `on`, all of it committed, by about `most` tokens: whole chunks of the
-    prompt, and behind it steps. Nothing is asked; the worker tells how far it has come (`Reached`)."""
+    """Prefill the committed sequence `on` by about `most` tokens: whole chunks of the prompt, then steps.
+
+    It asks for no tokens; the worker answers with its new length (`Reached`).
+    """
 
     on: Context
     most: int
@@ -155,14 +158,14 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """How many tokens of a sequence a worker holds after a Prefill order."""
+    """The number of tokens of a sequence that a worker holds after a Prefill order."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """Tokens that are read and never taken; after those in `guessed` the verdict tells what the target says.
+    """Rows of a verify forward that are never accepted; the verdict has the target's tokens after those in `guessed`.
 
     `parents[i]` is the index of token i's parent among them, -1 for the root.
     """
@@ -172,19 +175,20 @@ class Aside:
     guessed: tuple[int, ...]
 
     def depth(self, node: int) -> int:
-        """Return how many of its tokens lead to a node, itself included."""
+        """Return how many of its tokens lead to a node, the node included."""
         return 0 if node < 0 else 1 + self.depth(self.parents[node])
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Judge `tokens` after the sequence `on`. `parents[i]` is the index of node i's parent, -1 for the root; None: a
-    chain.
+    """Verify `tokens` behind the sequence `on`.
 
-    `q[i]` is the law node i was drawn from; None: the proposal was deterministic. `goes_on`: unless the text ends here,
-    the same will be asked behind the verdict's token, so that a model may begin with that; `follows`: likewise, but
-    what is asked there hangs on the verdict. `aside` is read in the same forward. `allowed`: the tokens that may be
-    said after the root, then after each of `tokens`; None: any.
+    `parents[i]` is the index of node i's parent, -1 for the root; None: a chain. `q[i]` is the distribution that node i
+    was sampled from; None: the proposal was deterministic. `aside` are rows of the same forward. `allowed`: the tokens
+    allowed after the root, then after each of `tokens`; None: any.
+
+    Two hints let a model launch the next step ahead. `goes_on`: unless the request ends, the next order is one token
+    behind the verdict. `follows`: a function from the tokens that the verdict adds to what comes next.
     """
 
     on: Context
@@ -198,11 +202,11 @@ class Verify:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every token has the one before it as its parent."""
+        """True if every token has the one before it as its parent."""
         return self.parents is None or self.parents == tuple(range(-1, len(self.tokens) - 1))
 
     def taken(self, path: Sequence[int], token: int) -> tuple[int, ...]:
-        """Return the tokens that a verdict on this adds to the text: those of a path, and the target's own."""
+        """Return the tokens that a verdict adds: those of its path, then the bonus token."""
         return (*(self.tokens[node] for node in path), token)
 
     def parent(self, node: int) -> int:
@@ -214,7 +218,7 @@ class Verify:
 class Branch:
     """A drafted continuation that presumes `after` accepted pending tokens; `tokens[0]` is its head.
 
-    `confidence` may be one longer than `tokens`: the last entry is then that of the token it stopped before.
+    If `confidence` is one longer than `tokens`, its last entry is that of the token at which the draft stopped.
     """
 
     after: int
@@ -233,7 +237,7 @@ NOTHING = Branch(0, (), ())  # a pending chain with no token in it
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of an emitted token and of the most likely ones, under the target's unshaped law."""
+    """Log-probabilities of an emitted token and of the most likely ones, before sampling parameters apply."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -241,25 +245,27 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Indices of the accepted nodes (a chain: 0..n-1), then the target's own next token."""
+    """Indices of the accepted nodes (a chain: 0..n-1), then the bonus token: the target's own next one."""
 
     path: tuple[int, ...]
     token: int
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each accepted node, then one for `token`
-    signal: Signal | None = None  # H-RAD's, made where the features live
-    guessed: tuple[int, ...] = ()  # what the target says after the nodes of the order's `aside` that were to be told
+    signal: Signal | None = None  # H-RAD's prediction, computed where the target's features are
+    guessed: tuple[int, ...] = ()  # the target's tokens after the nodes in the order's `aside.guessed`
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCount:
-    """How many tokens of a prompt a model read, and how many it took from the prefix cache instead. The last one is
-    neither: it is a step."""
+    """How many tokens of a prompt a model prefilled, and how many it took from the prefix cache.
+
+    The prompt's last token is neither: it goes with the first decode step.
+    """
 
     read: int = 0
     cached: int = 0
 
     def plus(self, other: PrefillCount) -> PrefillCount:
-        """Add another reading."""
+        """Return the sum of two counts."""
         return PrefillCount(self.read + other.read, self.cached + other.cached)
 
 
@@ -272,8 +278,8 @@ class Span:
 
     start: float
     end: float
-    tokens: int = 0  # rows fed to the model
-    prompts: Mapping[int, PrefillCount] = field(default_factory=dict)  # what of them was read, by session
+    tokens: int = 0  # rows that the model computed
+    prompts: Mapping[int, PrefillCount] = field(default_factory=dict)  # what was prefilled, by session
 
     @property
     def seconds(self) -> float:
@@ -282,23 +288,22 @@ class Span:
 
 
 DraftOrder = Draft | Grow | Prefill
-Drafted = tuple[Branch, ...] | Tree | Reached  # what comes back for each of them
+Drafted = tuple[Branch, ...] | Tree | Reached  # the answer to each of them
 
 
-class Meanwhile:
-    """What nobody waits for: tasks that are done while the models work, or at the latest when their reports are
-    there."""
+class Deferred:
+    """Tasks that nobody waits for. They run while the models work, or at the latest once their reports are there."""
 
     def __init__(self) -> None:
         self._tasks: list[Callable[[], object]] = []
         self._error: Exception | None = None
 
     def add(self, task: Callable[..., object], *given: Any) -> None:
-        """Put something off."""
+        """Defer a call."""
         self._tasks.append(partial(task, *given))
 
-    def __call__(self) -> None:
-        """Do what was put off, in its order; an error comes up here, where whoever put it off can take it."""
+    def run(self) -> None:
+        """Run all tasks in their order; raises what a task raised in `attempt`."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -306,21 +311,24 @@ class Meanwhile:
             self._tasks.pop(0)()
 
     def attempt(self) -> None:
-        """Do it while others wait, whom an error does not concern."""
+        """Run all tasks, and keep an exception for `run`: the sessions of the same round are not concerned."""
         try:
-            self()
+            self.run()
         except Exception as error:  # whatever a method raises
             self._error = error
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """One session's orders for one round; any may be absent. `read` is the target's, and comes without `verify`. An
-    executor that waits for a device may do `meanwhile` first."""
+    """One session's orders for one round; any may be absent.
+
+    `prefill` is for the target, and comes without `verify`. An executor that waits for a device may run the `deferred`
+    tasks first.
+    """
 
     draft: DraftOrder | None = None
     verify: Verify | None = None
-    meanwhile: Meanwhile | None = field(default=None, repr=False, compare=False)
+    deferred: Deferred | None = field(default=None, repr=False, compare=False)
     prefill: Prefill | None = None
 
 
@@ -334,13 +342,13 @@ class Reports:
     verifying: Span | None = None
     draft_lost: bool = False
     error: Exception | None = None  # this session cannot go on; the others can
-    tree: Tree | None = None  # what a Grow order brought
+    tree: Tree | None = None  # the answer to a Grow order
     reached: int | None = None  # tokens that the target holds after a Prefill order
-    draft_reached: int | None = None  # and the draft
+    draft_reached: int | None = None  # the same for the draft
 
     @property
     def kept(self) -> Branch | None:
-        """The branch that presumed this very outcome."""
+        """The branch that presumed exactly this outcome, or None."""
         if self.verdict is None:
             return None
         outcome = (len(self.verdict.path), self.verdict.token)
@@ -348,7 +356,7 @@ class Reports:
 
 
 def as_drafted(what: Drafted) -> dict[str, Any]:
-    """Return what was drafted as fields of a report."""
+    """Return the draft's answer as fields of a report."""
     if isinstance(what, Reached):
         return {"draft_reached": what.tokens}
     return {"tree": what} if isinstance(what, Tree) else {"branches": what}

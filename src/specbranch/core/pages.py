@@ -1,11 +1,12 @@
-"""Pages of a cache: who holds which, and what is known to lie in them, so that it need not be read again.
+"""Pages of a KV cache: which sequence holds which, and the prefix cache.
 
-Owns block tables, the counting of who shares a page, the bound, and the prefix cache: a page that was filled by reading
-a prompt in chunks is *known* by the digest of all tokens up to its last, and of how they were cut. It stays known when
-nobody holds it any more (it is *idle* then), until its memory is needed: least recently held, first out. Knows no
-memory and no model. Invariants: a page is free, idle, or has as many users as tables name it; KV slot `i` of a sequence
-lies in page `i // size` of its table; nobody writes to a page that has another user, nor to known KV slots; a digest is
-that of one page, and a page is known by one digest."""
+Owns page tables, reference counts, the bound, and the prefix cache. Prefill makes a page *known* by a digest of all
+tokens up to its last, and of their cut into chunks. It stays known when nobody holds it any more (it is *idle* then),
+until its memory is needed: the least recently held goes first. Knows no memory and no model. Invariants: a page is
+free, idle, or has as many users as tables name it; KV slot `i` of a sequence is in page `i // size` of its table;
+nobody writes to a page with another user, nor to known KV slots; a digest is that of one page, and a page is known by
+one digest.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +19,13 @@ from typing import NamedTuple, Self
 from specbranch.errors import PoolFull
 
 PAGE = 256  # KV slots
-BROKEN = 16  # idle pages that are known in part are kept: they serve the same prompt sent again, which is soon or never
+BROKEN = 16  # idle pages kept that are not full: they serve the same prompt sent again, which is soon or never
 
 Copy = tuple[int, int]  # from page, to page
 
 
 def chunks(kv_slots: range, prefill_chunk: int) -> Iterator[tuple[int, int]]:
-    """Cut KV slots at absolute multiples of a size, so that a prompt is cut alike however much of it was there
-    before."""
+    """Cut a range of KV slots at absolute multiples of the chunk size, so that a prompt is always cut alike."""
     start = kv_slots.start
     while start < kv_slots.stop:
         stop = min((start // prefill_chunk + 1) * prefill_chunk, kv_slots.stop)
@@ -34,7 +34,7 @@ def chunks(kv_slots: range, prefill_chunk: int) -> Iterator[tuple[int, int]]:
 
 
 class Content(NamedTuple):
-    """What is known of a page: the digest of the text up to there, and how many KV slots of the page it covers."""
+    """What is known of a page: the digest of all tokens up to its last, and how many of its KV slots are filled."""
 
     digest: bytes
     kv_slots: int
@@ -45,7 +45,7 @@ class Pool:
 
     def __init__(self, pages: int, size: int = PAGE) -> None:
         self.pages, self.size = pages, size
-        self._free = list(range(pages - 1, -1, -1))  # the last one given back is taken first: what is resident stays so
+        self._free = list(range(pages - 1, -1, -1))  # the last freed page is taken first: it is most likely resident
         self._users = [0] * pages
         self._known: dict[bytes, int] = {}
         self._contents: dict[int, Content] = {}  # every page in `_known` is here, too
@@ -89,12 +89,14 @@ class Pool:
                 self._lay_by(page)
 
     def is_shared(self, page: int) -> bool:
-        """Whether a page has several users."""
+        """True if a page has several users."""
         return self._users[page] > 1
 
     def copies_due(self, tables: Iterable[PageTable]) -> int:
-        """How many free pages copy-on-write will take: each user of a page that is not full yet writes to it, and only
-        the last of them finds it unshared."""
+        """Return how many free pages copy-on-write will take.
+
+        Each user of a page that is not full yet will write to it, and only the last of them finds it unshared.
+        """
         ends = {table.pages[-1] for table in tables if table.pages}
         return sum(self._users[page] - 1 for page in ends if self.is_shared(page) and not self._is_full(page))
 
@@ -103,7 +105,7 @@ class Pool:
         return known is not None and known.kv_slots == self.size
 
     def learn(self, page: int, content: Content) -> None:
-        """Note what lies in a page that somebody holds; where another page has the same, that one stays known."""
+        """Note the content of a page that somebody holds; if another page has the same, that one stays known."""
         if content.digest not in self._known:
             self.forget(page)
             self._contents[page] = content
@@ -118,7 +120,7 @@ class Pool:
         return self._contents.get(page)
 
     def forget(self, page: int) -> None:
-        """Know nothing of a page any more: it is about to be written to."""
+        """Forget the content of a page that is about to be written."""
         if page in self._contents:
             # an interrupt may come at any line: a page that can be found must never be one that can be written to
             self._known.pop(self._contents[page].digest, None)
@@ -128,7 +130,7 @@ class Pool:
             self._free.append(page)
 
     def settle(self, tables: Sequence[PageTable]) -> None:
-        """Count anew by what these tables, and no others, name: after something was interrupted."""
+        """Recount references by these tables, and no others, after an interruption."""
         self._users = self._named(tables)
         self._contents = {page: one for page, one in self._contents.items() if self._known.get(one.digest) == page}
         self._known = {one.digest: page for page, one in self._contents.items()}
@@ -138,8 +140,7 @@ class Pool:
         self._free = [page for page in reversed(unused) if page not in known]
 
     def check(self, tables: Sequence[PageTable]) -> None:
-        """Raise unless these tables, and no others, hold the pages that are neither free nor idle, and every digest
-        is that of one page."""
+        """Raise unless these tables, and no others, hold the pages in use, and every digest is that of one page."""
         named = self._named(tables)
         if named != self._users:
             wrong = [page for page in range(self.pages) if named[page] != self._users[page]]
@@ -163,7 +164,7 @@ class Pool:
                 self.forget(one)
 
     def _named(self, tables: Sequence[PageTable]) -> list[int]:
-        """How many tables name each page."""
+        """Return how many tables name each page."""
         named = [0] * self.pages
         for table in tables:
             if len(set(table.pages)) != len(table.pages):
@@ -181,22 +182,24 @@ class PageTable:
         self.pages = list(pages)
 
     def reach(self, kv_slots: int) -> None:
-        """Have room for so many KV slots, or raise PoolFull and change nothing."""
+        """Allocate pages for so many KV slots, or raise PoolFull and change nothing."""
         missing = self._count(kv_slots) - len(self.pages)
         if missing > 0:
             self.pages += self.pool.take(missing)
 
     def shrink(self, kv_slots: int) -> None:
-        """Give back the pages that hold nothing but what lies beyond so many KV slots."""
+        """Free the pages that are wholly beyond the first `kv_slots` KV slots."""
         kept = self._count(kv_slots)
         gone = self.pages[kept:]
-        # before it is free: a page lost by an interrupt is found again, one both free and named would be written twice
+        # before it is freed: a page lost by an interrupt is found again, one both free and named would be written twice
         del self.pages[kept:]
-        self.pool.drop(reversed(gone))  # of a text that nobody holds the end is forgotten first
+        self.pool.drop(reversed(gone))  # so that the prefix cache evicts the end of a sequence first
 
     def own(self, start: int, stop: int, copy: Callable[[list[Copy]], None]) -> None:
-        """Make the KV slots from `start` to `stop` one's own to write to: what others share is copied first, and what
-        is known to lie there is forgotten."""
+        """Copy on write: make the KV slots from `start` to `stop` writable.
+
+        Shared pages are copied first, and the known content of these KV slots is forgotten.
+        """
         pool, size = self.pool, self.pool.size
         written = range(start // size, self._count(stop)) if start < stop else range(0)
         shared = [at for at in written if pool.is_shared(self.pages[at])]
@@ -212,8 +215,8 @@ class PageTable:
                 pool.forget(self.pages[at])
 
     def reserve(self, start: int, stop: int, copy: Callable[[list[Copy]], None]) -> None:
-        """Have room up to `stop`, and the KV slots from `start` on to oneself; or raise PoolFull and hold what was
-        held."""
+        """Allocate up to `stop`, and make the KV slots from `start` on writable; or raise PoolFull and change
+        nothing."""
         held = len(self.pages) * self.pool.size
         self.reach(stop)
         try:
@@ -239,12 +242,12 @@ class PageTable:
 
 
 class PrefilledPrompt:
-    """What of a sequence was read as a prompt, in whole chunks from its beginning; makes its pages known, and finds
-    known ones.
+    """The part of a sequence that prefill computed, in whole chunks from its beginning.
 
-    A chunk ends at a multiple of the runner's `prefill_chunk`, or where the prompt ends: it has the same bits wherever
-    the same text is cut alike. So pages of whole chunks serve every text that begins with them, those of a last, broken
-    chunk only a prompt that ends there. What was written by steps, or behind a broken chunk, serves nobody.
+    It makes pages known to the prefix cache, and finds known ones. A chunk ends at a multiple of the runner's
+    `prefill_chunk`, or where the prompt ends; it has the same bits wherever the same text is cut alike. So pages of
+    whole chunks serve every prompt that begins with them. Pages of a last, partial chunk only serve a prompt that ends
+    there. KV slots written by decode steps, or behind a partial chunk, serve nobody.
     """
 
     def __init__(self, table: PageTable) -> None:
@@ -253,7 +256,7 @@ class PrefilledPrompt:
         self._marks: list[bytes] = []  # digests of the pages that `whole` fills
 
     def note(self, text: Sequence[int], start: int, stop: int, prefill_chunk: int) -> None:
-        """Note that a chunk of a text was read."""
+        """Note that prefill has computed a chunk of a text."""
         if start != self.whole:
             return
         if stop - start == prefill_chunk:
@@ -265,8 +268,10 @@ class PrefilledPrompt:
             pool.learn(self.table.pages[at], Content(digest, min(stop - at * pool.size, pool.size)))
 
     def recall(self, text: Sequence[int], held: int, prefill_chunk: int) -> int:
-        """Hold what is known of the beginning of a text instead, if that is more than the first `held` tokens;
-        returns how many are held then."""
+        """Take the beginning of a text from the prefix cache, if that is more than the first `held` tokens.
+
+        Returns how many tokens are held then.
+        """
         pool, end = self.table.pool, len(text)
         pages, marks = self.table.pages[: len(self._marks)], list(self._marks)
         for digest in self._digests(text, end, prefill_chunk):
@@ -285,19 +290,19 @@ class PrefilledPrompt:
         return kv_slots
 
     def cut(self, length: int, prefill_chunk: int) -> None:
-        """Forget all but the first KV slots."""
+        """Forget all but the first `length` KV slots."""
         self.whole = min(self.whole, length - length % prefill_chunk)
         del self._marks[self.whole // self.table.pool.size :]
 
     def check(self) -> None:
-        """Raise if a page is known to hold something else than it does."""
+        """Raise if a page is known by another content than it has."""
         for page, mark in zip(self.table.pages, self._marks, strict=False):
             known = self.table.pool.content(page)
             if known is not None and known.kv_slots == self.table.pool.size and known.digest != mark:
                 raise AssertionError(f"page {page} holds another text than it is known for")
 
     def _digests(self, text: Sequence[int], end: int, prefill_chunk: int) -> Iterator[bytes]:
-        """The digests of the pages of a text that ends there, from the first one that is not marked."""
+        """Yield the digests of the pages of a text that ends at `end`, from the first one without a mark."""
         size, whole = self.table.pool.size, end - end % prefill_chunk
         before = self._marks[-1] if self._marks else b""
         for start in range(len(self._marks) * size, end, size):
@@ -308,8 +313,8 @@ class PrefilledPrompt:
 
 
 def check_shared(texts: Iterable[tuple[PageTable, Sequence[int]]]) -> None:
-    """Raise if a page that several tables name is not at the same place of the same text for all of them."""
-    found: dict[int, tuple[int, Sequence[int]]] = {}  # which of a table's pages it is, and the text up to its end
+    """Raise if a shared page is not at the same position of the same text in all its tables."""
+    found: dict[int, tuple[int, Sequence[int]]] = {}  # its position in a table, and the text up to its end
     for table, text in texts:
         for at, page in enumerate(table.pages):
             if table.pool.is_shared(page):

@@ -1,10 +1,9 @@
-"""How far to grow a tree, what of it to verify and when, by expected tokens a second: the policy behind `tree`,
-`specbranch` and `auto`.
+"""The policy behind `tree`, `specbranch` and `auto`: how far to extend a draft tree, what of it to verify, and when.
 
-Owns the economics. A token is worth the time in which one is emitted at the present rate; with that every draft step
-and every row has a price in tokens, and is bought only if it promises more. Where nothing pays, nothing is drafted:
-that is plain decoding. Invariant: a plan depends on committed tokens, past verdicts and times alone, and on what the
-draft said where it stands.
+Owns the economics; which tokens are right is the target's verdict alone. The goal is tokens a second. The planner
+values a second at the present rate, so every draft step and every row has a price in tokens. It buys what is expected
+to bring more tokens than its price. If nothing pays, nothing is drafted: that is plain decoding. Invariant: a plan
+depends on committed tokens, past verdicts, measured times, and what the draft proposed for nodes of the present tree.
 """
 
 from __future__ import annotations
@@ -17,38 +16,51 @@ from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
 from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, pays_alone, step_prices
 from specbranch.core.orders import Following, Follows, Orders, Reports
-from specbranch.core.sending import Sending, SendingLater, candidates
+from specbranch.core.sending import Sending, SendingLater, likeliest_nodes
 from specbranch.core.slots import ROOT
 from specbranch.core.stance import Stance
-from specbranch.core.trees import UNREAD, GrowingTree, Growth, Node, Tree, class_of, look_class, match_class, standing
+from specbranch.core.trees import (
+    NOT_SCORED,
+    GrowingTree,
+    Growth,
+    Node,
+    Tree,
+    class_of,
+    look_class,
+    match_class,
+    standing,
+)
 
-# A node read while the target works is worth at most this share of what it costs to read it later: of its part of a
-# step that all sessions share.
+# Share of a draft step's price, split among the sessions that share the step. It bounds what a node is worth that the
+# draft computes during a verify: the draft could compute that node later, too.
 SPARED = 0.7
-AT_FIRST = 0.5  # of what the steps beside the target promise, the first one does
-LOOKED = 15  # tokens looked up at a time
-COPIED = 4  # tokens in a row that stood in the text before: it is being copied
-SURE = 4  # reading a node is worth something if the target's token is among so many candidates: few others are sent
-IN_A_ROW = 4  # a wide step is made beside the target only if so many of them fit in: wide reading is not deep
-LIGHT = 1.25  # a wide step may always cost this much of a narrow one
-# The draft's first step opens the way to further ones: this share of it is priced by the present rate, the rest by
-# plain decoding's.
+# Share of the gain of all draft steps during a verify that the first step brings. The planner compares the first step
+# with this share of what launching ahead would save: drafting during a verify rules that out.
+AT_FIRST = 0.5
+LOOKED = 15  # tokens that lookup proposes behind a match, at most
+COPIED = 4  # tokens of a match from which on the text counts as being copied
+SURE = 4  # candidates: computing a node was useful if the target's token is among this many; few others are verified
+IN_A_ROW = 4  # steps of one width that have to fit into a verify for this width to be used, …
+LIGHT = 1.25  # … unless a step costs at most this many times the price of a step of width 1
+# Weight of the present rate (tokens a second) in the price of the draft's first step; the rate of plain decoding has
+# the rest. The first step may cost less because further steps depend on it.
 FIRST = 0.5
-MUTE = 8  # the draft counts as gone after so many unanswered orders: the text may have outgrown it
+MUTE = 8  # unanswered orders in a row after which the draft counts as gone: the text may exceed its context
 
 
 @dataclass(frozen=True, slots=True)
 class Breadth:
-    """The most that is taken in of what a draft says, and read at once; prices and chances decide within that."""
+    """Bounds of a draft tree; within them prices and probabilities decide."""
 
-    candidates: int  # of a place
-    lanes: int  # of a step
-    least: float  # reach
+    candidates: int  # children that a node may get from the draft
+    lanes: int  # rows of a draft step
+    least: float  # reach below which a candidate is not added
 
 
 ONE = Breadth(1, 1, 0.01)
-NARROW = Breadth(4, 8, 0.01)  # while the target waits: more would hardly be sent
-WIDE = Breadth(8, 16, 0.001)  # beside the target: three verdicts in five refuse all that was sent at a place
+NARROW = Breadth(4, 8, 0.01)  # while the target waits: the target would hardly verify more
+# During a verify: in three verdicts of five the target rejects every candidate that was sent for a position.
+WIDE = Breadth(8, 16, 0.001)
 
 
 class Planner:
@@ -65,62 +77,70 @@ class Planner:
         learns: bool = True,
         most_rows: int = 16,
     ) -> None:
-        """`trees`: alternatives are verified, too; `branches`: they are drafted on beside the target, too; each can
-        be left out."""
+        """Plan by `experience`; the other parameters leave parts of the method out.
+
+        `overlap`: draft during a verify. `trees`: verify several children of a node. `branches`: extend several of
+        them during a verify. `learns`: learn from verdicts. `most_rows`: rows that one verify may have, the root's
+        included.
+        """
         self.experience, self.insight, self.costs = experience, experience.insight, experience.costs
         self.overlap = overlap and self.costs.overlap
         self._ngrams = ngrams
         self._trees, self._branches, self._learns = trees, branches, learns
         self._most_rows = most_rows
         self._breadth = WIDE if self.overlap and branches else NARROW if trees or branches else ONE
-        self._silent = 0
-        self._copies = False  # the text repeats what it said before, since this round began
-        self._context, self._batch_size, self._slowed = 0, 1, 1.0
-        self._seconds: dict[int, float] = {}  # of the target by rows, since this round began
-        self._rate = 0.0  # tokens a second
-        self._last_rows = 0  # of the last forward, those of all sessions
+        self._unanswered = 0  # draft orders in a row
+        self._copying = False  # since this round began: the text repeats itself
+        self._context, self._batch_size = 0, 1  # tokens before this round, sessions in it
+        self._slowdown = 1.0  # seconds of a plain round in this batch, by those of a lone session's
+        self._seconds: dict[int, float] = {}  # of a target forward by its rows, since this round began
+        self._rate = 0.0  # tokens a second of this session
+        self._last_rows = 0  # rows of the last verify, those of all sessions
         self._chances = self.insight.chances()
         self._growth = Growth((1.0,), self._chances)
 
     @property
     def _can_draft(self) -> bool:
-        return self.experience.has_draft and self._silent < MUTE
+        return self.experience.has_draft and self._unanswered < MUTE
 
     @property
     def _knows_draft(self) -> bool:
-        """Whether the draft can be asked, and it is known what that costs."""
+        """True if the draft can be asked, and the cost of that is known."""
         return self._can_draft and self.costs.knows_target and self.costs.knows_draft
 
-    def plainly(self, batch_size: int) -> bool:
-        """Whether nothing is to be planned at all: plain decoding has been faster among so many sessions, for text
-        like this."""
-        self._copies = batch_size == 1 and self._ngrams is not None and self._ngrams.find(1)[0] >= COPIED
+    def choose_plain(self, batch_size: int) -> bool:
+        """Choose how to decode the next round; returns True for plain decoding, without a plan.
+
+        The choice goes by measured rates at this batch size, apart for text that is being copied.
+        """
+        self._copying = batch_size == 1 and self._ngrams is not None and self._ngrams.find(1)[0] >= COPIED
         stance = self._stance
         return stance is not None and stance.plainly(batch_size)
 
     @property
     def _stance(self) -> Stance | None:
-        return self.experience.copying if self._copies else self.experience.stance
+        return self.experience.copying if self._copying else self.experience.stance
 
-    def passed(self, batch_size: int, plainly: bool, tokens: int, seconds: float) -> None:
-        """Take in how long a round took from end to end, and what it gave."""
+    def record_round(self, batch_size: int, plain: bool, tokens: int, seconds: float) -> None:
+        """Learn the rate of a whole round, for the choice between plain and planned rounds."""
         if (stance := self._stance) is not None:
-            stance.note(batch_size, plainly, tokens, seconds)
+            stance.note(batch_size, plain, tokens, seconds)
 
     def begin(self, context: int, batch_size: int = 1) -> None:
-        """Look at rate, prices and chances anew, at so many tokens of text, among so many sessions that do alike.
+        """Compute rate, prices and probabilities anew for a round after `context` tokens.
 
-        Forwards are shared, so a session that reads w nodes takes part in one of w times as many, and its share of
-        that costs what the whole costs at its own rate.
+        All sessions of the batch are assumed to do the same. If each of n sessions has w rows, they share a forward of
+        w·n rows. It costs the batch n·rate·seconds(w·n) tokens, so one session's share is rate·seconds(w·n).
         """
         costs, self._context, self._seconds, self._batch_size = self.costs, context, {}, batch_size
-        plain = self._target_seconds(batch_size) + costs.host
-        self._slowed = plain / max(self._target_seconds(1) + costs.host, 1e-12) if costs.knows_target else 1.0
-        self._rate = self.insight.rate(plain / self._slowed) / self._slowed
+        plain = self._target_seconds(batch_size) + costs.host  # seconds of a plain round in this batch
+        self._slowdown = plain / max(self._target_seconds(1) + costs.host, 1e-12) if costs.knows_target else 1.0
+        # The rate is learned as that of a lone session (`record_forwards`), and scaled to this batch.
+        self._rate = self.insight.rate(plain / self._slowdown) / self._slowdown
         self._growth = Growth(
             self._step_prices(),
             self._chances,
-            worth=self.insight.cover.shares()[0],
+            worth=self.insight.cover.shares()[0],  # probability that the target's token is among the candidates
             children=self._breadth.candidates,
             least=self._breadth.least,
             rows=self._most_rows - 1,
@@ -129,21 +149,23 @@ class Planner:
         )
 
     def _row_price(self) -> float:
-        """What it costs to verify one node more, on average over the rows that a forward may have: in a batch up to
-        twice as many as the last one had, and one of each session."""
+        """Return the price in tokens of one more row to verify: the mean over the rows that a forward may have.
+
+        In a batch a forward may have twice the rows of the last one, and one of each session.
+        """
         batch_size = self._batch_size
         most = self._most_rows if batch_size == 1 else 2 * max(self._last_rows, batch_size) + batch_size
         seconds = self._target_seconds(most) - self._target_seconds(batch_size)
         return max(self._rate * seconds * batch_size / (most - batch_size), 0.0)
 
     def _target_seconds(self, rows: int) -> float:
-        """What a forward of the target takes, at the present length of the text."""
+        """Return the seconds of a target forward at the present context length."""
         if rows not in self._seconds:
             self._seconds[rows] = self.costs.target_seconds(rows, self._context)
         return self._seconds[rows]
 
-    def looked_up(self, tree: Tree) -> Tree:
-        """The tree with what followed the same words earlier in the text."""
+    def with_lookup(self, tree: Tree) -> Tree:
+        """Return the tree with the tokens that followed the same words earlier in the text, as one more path."""
         words, tokens = self._ngrams.find(LOOKED) if self._ngrams else (0, ())
         if not tokens:
             return tree
@@ -151,82 +173,107 @@ class Planner:
         growing.graft(tokens, words, self._growth.chances)
         return growing.tree()
 
-    def looks_up(self, tree: Tree, sent: list[int]) -> bool:
-        """Whether what is sent is nothing but one path of looked-up text, and something is begun with its verdict."""
-        is_path = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
-        return bool(sent) and is_path and self._begins_ahead
+    def launches_lookup(self, tree: Tree, to_verify: list[int]) -> bool:
+        """True if the round verifies one path of looked-up tokens alone, and the next can be launched ahead."""
+        steps = pairwise((ROOT, *to_verify))
+        is_path = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in steps)
+        return bool(to_verify) and is_path and self._can_launch_ahead
 
-    def follows(self, tree: Tree, uncomputed: int) -> Follows | None:
-        """What comes after a round, and is begun with its verdict; None: nothing is begun like this."""
-        return partial(self._following, tree, uncomputed) if self._begins_ahead else None
+    def launch_ahead(self, tree: Tree, uncomputed: int) -> Follows | None:
+        """Return the function that tells a device what to launch behind a verdict; None: nothing is launched ahead."""
+        return partial(self._next_after, tree, uncomputed) if self._can_launch_ahead else None
 
     @property
-    def _begins_ahead(self) -> bool:
-        return self._batch_size == 1 and self.costs.begins_ahead
+    def _can_launch_ahead(self) -> bool:
+        return self._batch_size == 1 and self.costs.launches_ahead
 
-    def _following(self, tree: Tree, uncomputed: int, behind: tuple[int, ...]) -> Following:
-        """What is looked up behind a verdict, if anything, unless the draft will be asked before; not known where that
-        has something to say already."""
+    def _next_after(self, tree: Tree, uncomputed: int, behind: tuple[int, ...]) -> Following:
+        """Return what the next round does first once a verdict adds the tokens `behind`.
+
+        Looked-up tokens (perhaps none): the next round verifies these. "draft": drafting pays first. None: unknown,
+        because the draft has computed this node already, so the tree goes on from it.
+        """
         node: int | None = ROOT
         for token in behind:
             node = None if node is None else tree.child(node, token)
-        if node is not None and tree.nodes[node].fed:
+        if node is not None and tree.nodes[node].scored:
             return None
         words, tokens = self._ngrams.find(LOOKED, behind) if self._ngrams else (0, ())
-        chance = self._chances.looked[look_class(match_class(words), UNREAD)] if tokens else 0.0
+        chance = self._chances.looked[look_class(match_class(words), NOT_SCORED)] if tokens else 0.0
         offer = self._first_offer(1.0 - chance, uncomputed + len(behind)) if self._knows_draft else None
         return "draft" if offer is not None and pays_alone(offer) else tokens
 
     def lane_offer(self, tree: Tree, uncomputed: int) -> LaneOffer | None:
-        """What the draft might read while the target waits; None: nothing. `uncomputed`: tokens it has to read
-        first."""
-        growth = self._growth
+        """Offer to draft before the verify; None: there is nothing to offer.
+
+        `uncomputed`: committed tokens that the draft has to compute first.
+        """
         if not self._knows_draft:
             return None
+        growth = self._growth
         gains = self._gains(tree, growth)
-        if tree.read:
-            worth = [max(growth.worth * gain - growth.row_price, 0.0) for gain in gains if gain >= growth.least]
-            return (
-                LaneOffer(tuple(worth[: growth.lanes]), 0, self._rate, self._rate, self.costs, self._context)
-                if worth
-                else None
-            )
-        return self._first_offer(gains[0], uncomputed)
+        if not tree.root_scored:
+            return self._first_offer(gains[0], uncomputed)
+        values = [max(growth.worth * gain - growth.row_price, 0.0) for gain in gains if gain >= growth.least]
+        return self._lane_offer(values[: growth.lanes], 0, self._rate) if values else None
 
     def _first_offer(self, gain: float, uncomputed: int) -> LaneOffer:
-        """Have the draft say what follows the text; `gain`: how likely that is not known."""
-        growth, plain = self._growth, 1.0 / self._target_seconds(self._batch_size)
-        first_rate = FIRST * self._rate + (1.0 - FIRST) * plain
-        gain *= growth.worth * (self.insight.promise(growth.row_price) if self._batch_size > 1 else 1.0)
-        return LaneOffer((gain,), max(uncomputed, 1), self._rate, first_rate, self.costs, self._context)
+        """Offer the draft's first step: its candidates after the committed text.
 
-    def while_waiting(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:
-        """How to grow a tree while the target waits; None: go on with what there is."""
+        `gain`: the probability that lookup has not found the target's token already.
+        """
+        growth, plain_rate = self._growth, 1.0 / self._target_seconds(self._batch_size)
+        first_rate = FIRST * self._rate + (1.0 - FIRST) * plain_rate
+        # In a batch rows are short, so candidates count by what they bring beyond the price of their rows.
+        gain *= growth.worth * (self.insight.promise(growth.row_price) if self._batch_size > 1 else 1.0)
+        return self._lane_offer([gain], max(uncomputed, 1), first_rate)
+
+    def _lane_offer(self, gains: list[float], uncomputed: int, first_rate: float) -> LaneOffer:
+        return LaneOffer(
+            tuple(gains),
+            uncomputed,
+            rate=self._rate,
+            first_rate=first_rate,
+            costs=self.costs,
+            context=self._context,
+        )
+
+    def plan_draft_before_verify(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:
+        """Plan how the draft extends the tree while the target waits; None: verify the tree as it is."""
         growth, costs = self._growth, self.costs
         if not self._can_draft or not costs.knows_target:
             return None
         if not costs.knows_draft:
-            return replace(growth, step=(0.0,), most=2)  # to be timed
+            return replace(growth, step=(0.0,), most=2)  # a price of 0 forces two steps, so that they are timed
         if grant.may:
-            self.experience.spend()
+            self.experience.reset_probe_credit()
             return replace(growth, step=grant.steps) if grant.steps else growth
-        # a setup that was measured too long once must not keep a draft from ever being asked again
-        once = min(costs.draft_setup + costs.host, 2.0 * self._target_seconds(1))
-        if not tree.read and self.experience.affords(once + costs.draft_seconds(max(uncomputed, 1), self._context)):
-            return replace(growth, step=(0.0,), most=0)
+        if not tree.root_scored and self.experience.pay_probe(self._probe_seconds(uncomputed)):
+            return replace(growth, step=(0.0,), most=0)  # a probe: candidates after the committed text, no further step
         return None
 
+    def _probe_seconds(self, uncomputed: int) -> float:
+        """Return the seconds of asking the draft once.
+
+        A setup that was measured too long must not rule that out for good.
+        """
+        once = min(self.costs.draft_setup + self.costs.host, 2.0 * self._target_seconds(1))
+        return once + self.costs.draft_seconds(max(uncomputed, 1), self._context)
+
     def _step_prices(self) -> tuple[float, ...]:
-        """What steps cost a session that is alone; in a batch that is known with the grant."""
+        """Return the prices of draft steps by their rows, for a lone session; in a batch the grant has them."""
         lanes = self._breadth.lanes if self._batch_size == 1 else 1
         return step_prices(self.costs, self._rate, self._context, lanes)
 
     def candidates(self, tree: Tree, room: int) -> list[int]:
-        """Which nodes could be verified, by their reach; parents come before children."""
-        return candidates(tree, room - 1, self._most_rows - 1, self._trees)
+        """Return the nodes that may be verified, by falling reach; parents come before their children."""
+        return likeliest_nodes(tree, room - 1, self._most_rows - 1, self._trees)
 
     def sending(self, room: int) -> SendingLater | None:
-        """How to choose what is sent, for a device that has just grown a tree; None: where others have a say, too."""
+        """Return by which prices a device chooses the rows to verify, right behind its draft steps.
+
+        None in a batch: the market grants the rows.
+        """
         return partial(self._sending, room) if self._batch_size == 1 and self._trees else None
 
     def _sending(self, room: int) -> Sending:
@@ -238,70 +285,88 @@ class Planner:
         """Offer nodes to be verified."""
         return RowOffer(tuple(tree.nodes[n].reach for n in numbers), self._rate, self.costs, self._context)
 
-    def while_verifying(self, tree: Tree, grant: RowGrant) -> Growth | None:
-        """How to grow the tree while the target verifies what was granted; None: it is not to be disturbed."""
-        costs, waiting, self._last_rows = self.costs, self._growth, grant.rows
+    def plan_draft_during_verify(self, tree: Tree, grant: RowGrant) -> Growth | None:
+        """Plan how the draft extends the tree while the target verifies the granted rows; None: it does not draft."""
+        self._last_rows = grant.rows
         if not (self.overlap and self._knows_draft):
             return None
-        rate, steps = grant.rate, grant.steps or waiting.step
-        free = rate * (self._target_seconds(grant.rows) - costs.draft_setup)
-        if free <= 0.0:
+        free_time = grant.rate * (self._target_seconds(grant.rows) - self.costs.draft_setup)  # in tokens
+        if free_time <= 0.0:
             return None
+        growth = self._overlapped(grant, free_time)
+        # A round in which the draft works rules out that the next one is launched ahead.
+        lost = AT_FIRST * grant.rate * self.costs.ahead_saves if self._can_launch_ahead else 0.0  # tokens
+        _, profit = growth.best_step(0.0, self._gains(tree, growth))  # tokens
+        return growth if profit > lost else None
+
+    def _overlapped(self, grant: RowGrant, free_time: float) -> Growth:
+        """Return the bounds and prices of draft steps that run during a verify; all times are in tokens."""
+        alone, costs = self._growth, self.costs
+        steps = grant.steps or alone.step  # prices by the rows of a step, those of all sessions
         sharing = min(self._batch_size, len(steps))
-        growth = replace(
-            waiting,
-            step=_in_a_row(steps, free) if self._branches else steps[: self._batch_size],
-            free_time=free,
-            target_delay=rate * costs.slow_down,
-            draft_delay=rate * costs.draft_slow_down,
-            worth=min(waiting.worth, SPARED * steps[sharing - 1] / sharing),
+        # A node is worth at most SPARED times its session's share of a step with one row of each session.
+        most_worth = SPARED * steps[sharing - 1] / sharing
+        return replace(
+            alone,
+            step=_affordable_widths(steps, free_time) if self._branches else steps[: self._batch_size],
+            free_time=free_time,
+            target_delay=grant.rate * costs.slow_down,
+            draft_delay=grant.rate * costs.draft_slow_down,
+            worth=min(alone.worth, most_worth),
             row_price=0.0,
-            children=waiting.children if self._branches else 1,
+            children=alone.children if self._branches else 1,
         )
-        # after a round in which the draft is at work, nothing is begun with the verdict
-        lost = AT_FIRST * rate * costs.ahead_saves if self._begins_ahead else 0.0
-        return growth if growth.best_step(0.0, self._gains(tree, growth))[1] > lost else None
 
     def _gains(self, tree: Tree, growth: Growth) -> list[float]:
-        """What may be read next, by how much it promises; the end of the text itself if that was not read."""
+        """Return the gains of the nodes that the draft may compute next, best first.
+
+        That is the root alone as long as the draft has not scored it.
+        """
         growing = GrowingTree(tree)
-        if tree.read:
-            return [gain for _, gain in growing.readable(growth)]
+        if tree.root_scored:
+            return [gain for _, gain in growing.open_nodes(growth)]
         return [max(1.0 - sum(node.chance for node in tree.nodes if node.parent == ROOT), 0.0)]
 
-    def note(self, orders: Orders, reports: Reports, emitted: int, waited: float = 0.0) -> None:
-        """Take in what a round took and gave, and what passed while the session waited for others."""
-        if orders.draft is not None and not reports.draft_lost:  # one that was lost comes back
-            self._silent = 0 if reports.tree is not None and reports.tree.read else self._silent + 1
-        self.experience.note(orders, reports, emitted, waited, self._slowed, self._batch_size)
+    def record_forwards(self, orders: Orders, reports: Reports, emitted: int, waited: float = 0.0) -> None:
+        """Learn the session's rate from one run of the executor, and whether the draft answers.
 
-    def observe(self, tree: Tree, path: list[int], token: int) -> None:
-        """Learn from what the target said: `path` are the nodes of `tree` that were taken, then came `token`."""
+        `waited`: seconds of rounds that ran without this session.
+        """
+        if orders.draft is not None and not reports.draft_lost:  # a lost draft comes back
+            answered = reports.tree is not None and reports.tree.root_scored
+            self._unanswered = 0 if answered else self._unanswered + 1
+        self.experience.record_forwards(orders, reports, emitted, waited, self._slowdown, self._batch_size)
+
+    def record_verdict(self, tree: Tree, path: list[int], token: int) -> None:
+        """Learn how good candidates are: the target accepted the nodes of `path`, then chose `token`."""
         if not self._learns:
             return
         truth = [*(tree.nodes[n].token for n in path), token]
-        for parent, said in zip((ROOT, *path), truth, strict=True):
+        for parent, true_token in zip((ROOT, *path), truth, strict=True):
             children = [tree.nodes[n] for n in tree.children(parent)]
-            read = tree.nodes[parent].fed if parent != ROOT else tree.read
+            scored = tree.nodes[parent].scored if parent != ROOT else tree.root_scored
             for node in children:
-                self._judged(node, read, node.token == said)
-            if read:
-                self.insight.learn("cover", 0, any(node.token == said and node.rank < SURE for node in children))
+                self._record_candidate(node, scored, node.token == true_token)
+            if scored:
+                covered = any(node.token == true_token and node.rank < SURE for node in children)
+                self.insight.learn("cover", 0, covered)  # 0: the only class of this tally
         self._chances = self.insight.chances()
 
-    def _judged(self, node: Node, read: bool, true: bool) -> None:
-        insight = self.insight
-        if node.said > 0.0:
-            insight.learn("other" if node.rank else "first", class_of(node.said), true)
-        if node.look:
-            at = look_class(node.look, standing(node, read))
-            if node.said > 0.0:
-                insight.learn("shift", at, true - node.chance)
-            else:
-                insight.learn("looked", at, true)
+    def _record_candidate(self, node: Node, parent_scored: bool, right: bool) -> None:
+        """Learn from one candidate, by the draft's probability and by the class of its lookup."""
+        insight, from_draft = self.insight, node.said > 0.0
+        if from_draft:
+            insight.learn("other" if node.rank else "first", class_of(node.said), right)
+        if not node.look:
+            return
+        at = look_class(node.look, standing(node, parent_scored))
+        if from_draft:
+            insight.learn("shift", at, right - node.chance)  # the error of the probability that was expected
+        else:
+            insight.learn("looked", at, right)
 
 
-def _in_a_row(steps: tuple[float, ...], free: float) -> tuple[float, ...]:
-    """Leave out the widths of which too few steps fit into the time that is free."""
-    bound = max(free / IN_A_ROW, LIGHT * steps[0])
+def _affordable_widths(steps: tuple[float, ...], free_time: float) -> tuple[float, ...]:
+    """Return the step prices up to the last width that is cheap, or fits IN_A_ROW times into the free time."""
+    bound = max(free_time / IN_A_ROW, LIGHT * steps[0])
     return tuple(takewhile(lambda step: step <= bound, steps))

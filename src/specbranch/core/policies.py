@@ -28,7 +28,7 @@ def _confidence(config: SpeculativeConfig, heads: HeadKind) -> Policy:
 
 
 def _oracle(config: SpeculativeConfig, heads: HeadKind) -> Policy:
-    """The draft's confidence is the truth here: 1 for a token that is right, 0 for one that is not."""
+    """Make the oracle: its draft's confidence is the truth, 1 for a right token and 0 for a wrong one."""
     return Confidence(config.num_speculative_tokens, 0.5, width_of(config), heads, until_of(config))
 
 

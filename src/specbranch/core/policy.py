@@ -1,8 +1,8 @@
 """How far to draft, where to fork, how much to keep: numbers in, a Plan out.
 
-Owns the choice of lengths and widths. `policies` lists all policies by name; those that heed signals are in
-`hrad_policy`. Invariant under the ratio rule: whether a token is kept depends on its law q
-(max, entropy), never on the token drawn from it or on anything after it.
+Owns the choice of lengths and widths. `policies` lists all policies by name; those that use signals are in
+`hrad_policy`. Invariant under the ratio rule: whether a token is kept depends on its distribution q (maximum, entropy),
+never on the token drawn from it or on anything after it.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ class Policy(Protocol):
     """Plans for one session; may learn from verdicts."""
 
     def chain(self) -> Plan:
-        """Plan one chain, drafted while nothing is verified."""
+        """Plan one chain, to be drafted while the target waits."""
         ...
 
     def fork(self, pending: Branch) -> Plan:
-        """Plan what to draft while `pending` is verified."""
+        """Plan what to draft while the target verifies `pending`."""
         ...
 
     def trim(self, branch: Branch) -> Branch:
-        """Cut a chain to what is worth verifying."""
+        """Cut a chain to the tokens that are worth verifying."""
         ...
 
     def inherit(self, branch: Branch) -> Branch:
-        """Cut what the branch that survived a verification drafted behind its head, likewise."""
+        """Cut the tokens behind the head of a branch that was hit."""
         ...
 
     def observe(self, pending: Branch, verdict: Verdict) -> None:
-        """Learn from what became of a pending chain."""
+        """Learn from the verdict on a pending chain."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    """One policy as the table has it: how to make it, and what methods and commands ask of it."""
+    """One policy of the table: how to make it, and what methods and commands need to know of it."""
 
-    make: Callable[[SpeculativeConfig, HeadKind], Policy] | None  # None: the planner, which grows trees instead
+    make: Callable[[SpeculativeConfig, HeadKind], Policy] | None  # None: the planner, which plans trees instead
     parts: tuple[Part, ...] = ()  # those that can be left out
-    signal_part: Part | None = None  # the part that heeds a predictor's signals
-    needs_branches: bool = False  # it only makes sense where branches are drafted beside the target
+    signal_part: Part | None = None  # the part that uses a predictor's signals
+    needs_branches: bool = False  # it only makes sense if branches are drafted during a verify
 
-    def heeds_signals(self, config: SpeculativeConfig) -> bool:
-        """Return True if signals make any difference to it."""
+    def uses_signals(self, config: SpeculativeConfig) -> bool:
+        """True if signals make any difference to it."""
         return self.signal_part is not None and self.signal_part not in config.without
 
 
@@ -82,8 +82,10 @@ class Fixed:
 
 
 class Confidence(Fixed):
-    """Keep tokens while the draft is confident; fork at the first unsure one, wider the less sure (SpecBranch's
-    implicit signal)."""
+    """Keep tokens while the draft is confident, and fork at the first unsure one (SpecBranch's implicit signal).
+
+    The less sure the draft is, the wider the fork.
+    """
 
     def __init__(
         self, length: int, stop_below: float, width: int = 1, heads: HeadKind = "top", until: Until = "length"
@@ -97,8 +99,7 @@ class Confidence(Fixed):
         return Plan(self.length, stop_below=self.stop_below)
 
     def fork(self, pending: Branch) -> Plan:
-        """Plan branches at the token after the pending chain; they run on to full length, to be trimmed once one has
-        won."""
+        """Plan branches behind the pending chain, at full length; the one that is hit is trimmed then."""
         return Plan(self.length, ((len(pending.tokens), self.width),), narrow=True, heads=self.heads, until=self.until)
 
     def trim(self, branch: Branch) -> Branch:
@@ -108,8 +109,10 @@ class Confidence(Fixed):
 
 
 class Entropy(Fixed):
-    """AdaEDL (arXiv 2410.18351): stop where the entropy's lower bound on acceptance, 1 − sqrt(γ·H), falls under a
-    moving threshold."""
+    """AdaEDL (arXiv 2410.18351): stop where 1 − sqrt(γ·H) falls under a moving threshold.
+
+    This is a lower bound on acceptance by the entropy H of the draft.
+    """
 
     goal = 0.9  # wanted acceptance (α in the paper)
     recall = 0.5  # weight of the past in the running acceptance (β₁)
@@ -122,12 +125,11 @@ class Entropy(Fixed):
         self.acceptance = self.goal
 
     def chain(self) -> Plan:
-        """Plan a chain that ends with the first token whose bound falls under the threshold; at least one is always
-        tried."""
+        """Plan a chain that ends with the first token whose bound is under the threshold; it has at least one."""
         return Plan(self.length, stop_below=self.threshold, keep_unsure=True, measure="entropy")
 
     def observe(self, pending: Branch, verdict: Verdict) -> None:
-        """Move the threshold towards the wanted acceptance."""
+        """Move the threshold towards the acceptance goal."""
         if not pending.tokens:
             return
         rate = len(verdict.path) / len(pending.tokens)
@@ -137,7 +139,7 @@ class Entropy(Fixed):
 
 
 def until_of(config: SpeculativeConfig) -> Until:
-    """Return what ends a draft beside the target."""
+    """Return what ends a draft during a verify: its length, or the end of the verify."""
     return "target" if config.until_target else "length"
 
 

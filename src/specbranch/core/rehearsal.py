@@ -1,6 +1,6 @@
-"""Timing a pair before its first request: what a target forward takes by its rows, and a draft step by its width.
+"""Warm-up: times a pair before its first request, target forwards by rows and draft steps by width.
 
-Owns what is tried and when that ends. Invariant: it goes through the executor as any round does, so what is timed is
+Owns which sizes are tried and when warm-up ends. Invariant: it goes through the executor as any round does, so it times
 what a round takes; it leaves nothing behind but the times.
 """
 
@@ -20,18 +20,18 @@ from specbranch.core.sending import Sending
 from specbranch.core.trees import NO_TREE, Growth
 from specbranch.errors import SpecBranchError
 
-NUMBER = -1  # no request has it
-REHEARSAL_PROMPT = tuple(range(1, 18))  # its tokens are verified, too, so it is as long as the most rows
-REHEARSED_ROWS = (1, 16, 4, 8, 2)  # the most telling first: time may run out
+NUMBER = -1  # the session of the warm-up; no request has it
+REHEARSAL_PROMPT = tuple(range(1, 18))  # as long as the most rows, because its own tokens are verified
+REHEARSED_ROWS = (1, 16, 4, 8, 2)  # the most informative first: time may run out
 REHEARSED_WIDTHS = (1, 8, 4, 2)
-REHEARSED_LENGTHS = (2, 6)  # steps of a draft: two numbers, to tell them from what comes once for all
-REHEARSAL_TURNS = 3  # their median counts
-WARM_UP_SECONDS = 60.0  # seconds that a draft in another process has for a first round, beside what the round waits
+REHEARSED_LENGTHS = (2, 6)  # steps of a draft: two lengths, to separate the steps from the setup
+REHEARSAL_TURNS = 3  # repetitions; their median counts
+WARM_UP_SECONDS = 60.0  # that a draft in another process has for its first round, beyond the round's own wait
 LOOK_EVERY = 0.05  # seconds
 
 
 def rehearsed(costs: LearnedCosts, has_draft: bool) -> bool:
-    """Whether few and many rows were timed already, and steps where there is a draft."""
+    """True if few and many rows have been timed already, and draft steps if there is a draft."""
     rows = costs.times["target"]
     return bool(rows) and min(rows) <= 2 and max(rows) >= 8 and (costs.knows_draft or not has_draft)
 
@@ -39,17 +39,15 @@ def rehearsed(costs: LearnedCosts, has_draft: bool) -> bool:
 def rehearse(
     executor: Executor, costs: LearnedCosts, vocabulary: int, has_draft: bool, seconds: float, set_up: bool = False
 ) -> None:
-    """Time rounds of chosen sizes for at most about so many seconds; where models are slow or hold little, fewer of
-    them.
+    """Time rounds of chosen sizes for about `seconds` at most; slow or small models get fewer of them.
 
-    `set_up`: a first round of each size has something to set up, as where graphs are captured; they are made before,
-    and not timed.
+    `set_up`: the first round of each size captures a graph or the like. These rounds run before, untimed.
     """
     on = Context(0, tuple(token % vocabulary for token in REHEARSAL_PROMPT))
     try:
         executor.open(NUMBER, Request(SamplingParams(), 0, len(on)))
-        reading = Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))
-        _warm_up(executor, reading, on)
+        prefill = Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))
+        _warm_up(executor, prefill, on)
         for orders in (*_received(on, has_draft), *_trials(on, has_draft)) if set_up else ():
             _warm_up(executor, orders, on)
         over, longest = executor.now() + seconds, 0.0
@@ -60,24 +58,29 @@ def rehearse(
             report = executor.run({NUMBER: orders})[NUMBER]
             longest = max(longest, executor.now() - start)
             _take(costs, report)
-    except SpecBranchError:  # such as a context too short for this: what is not timed now is learned later
+    except SpecBranchError:  # such as a context that is too short: what is not timed now is learned later
         pass
     finally:
-        executor.leave(NUMBER)
+        executor.free(NUMBER)
 
 
 def _warm_up(executor: Executor, orders: Orders, on: Context) -> None:
-    """Run a round that is not timed. A first round may take long, as kernels are compiled: a draft in another process
-    is waited for until it has answered."""
+    """Run a round without timing it, and wait until a draft in another process has answered.
+
+    A first round may take long, because kernels are compiled.
+    """
     executor.run({NUMBER: orders})
     over = executor.now() + WARM_UP_SECONDS
     while executor.draft_state == "busy" and executor.now() < over:
-        time.sleep(LOOK_EVERY)  # the target would take the draft's cores
+        time.sleep(LOOK_EVERY)  # a busy target would take the draft's cores
         executor.run({NUMBER: Orders(verify=Verify(on))})
 
 
 def _trials(on: Context, has_draft: bool) -> list[Orders]:
-    """The rounds of a turn. Their texts differ in the last token alone, so that just this one is read again."""
+    """Return the rounds of one repetition.
+
+    Their sequences differ in the last token alone, so only that is computed again.
+    """
     others = [Context(0, (*on.tail[:-1], on.tail[at])) for at in range(len(REHEARSED_ROWS))]
     verifies = [
         Orders(verify=Verify(other, on.tail[: rows - 1])) for other, rows in zip(others, REHEARSED_ROWS, strict=True)
@@ -88,14 +91,14 @@ def _trials(on: Context, has_draft: bool) -> list[Orders]:
 
 
 def _received(on: Context, has_draft: bool) -> list[Orders]:
-    """A tree behind a token that the target has just said, which it may begin to verify where that has grown."""
+    """Return a tree behind the target's latest token, which the target may start to verify on its device."""
     sending = Sending((0.0,) * (max(REHEARSED_ROWS) - 1), max(REHEARSED_ROWS) - 1)
     said = Context(0, (*on.tail, on.tail[0]))
     return [Orders(replace(_grow(said, 1, 2), sending=lambda: sending))] if has_draft else []
 
 
 def _grow(on: Context, width: int, steps: int) -> Grow:
-    """Order a tree of so many steps of one width; one that is free is read, whatever the draft says."""
+    """Order a tree of so many steps of one width; at price 0 the draft takes every step."""
     growth = Growth(
         (0.0,) * width, Insight().chances(), worth=1.0, children=8, least=0.0, lanes=width, most=steps * width
     )

@@ -1,6 +1,6 @@
-"""What a worker must know of a request besides its tokens: how to sample, with which noise, under which rule.
+"""What a worker must know of a request besides its tokens: sampling parameters, noise and rule.
 
-Owns no state; it is sent once, when a session opens.
+Owns no state. Invariant: a request never changes, and is sent once, when a session opens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from specbranch.config import Rule, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Sampling parameters with everything resolved: the seed drawn, the sample numbered, the end tokens known."""
+    """Sampling parameters with everything resolved: seed, sample number, end tokens."""
 
     params: SamplingParams
     seed: int
@@ -22,16 +22,16 @@ class Request:
     sample: int = 0
     rule: Rule = "match"
     eos_ids: tuple[int, ...] = ()
-    wants_forecast: bool = False  # whether the method heeds what a forecaster says at each verdict
+    wants_forecast: bool = False  # the method uses a forecaster's signal with each verdict
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken, so that no noise is needed and both rules are one."""
+        """True if the most likely token is always chosen: then there is no noise, and both rules are the same."""
         return self.params.temperature == 0.0
 
     @property
     def by_ratio(self) -> bool:
-        """Whether proposals are sampled and tested by p/q."""
+        """True if proposals are sampled, and accepted by p/q."""
         return self.rule == "ratio" and not self.greedy
 
     @property
@@ -41,10 +41,10 @@ class Request:
 
 
 class Spot(NamedTuple):
-    """Where a row stands: all that sampling may depend on besides its logits.
+    """A row's position, and all else that sampling may depend on besides its logits.
 
-    `position` is the index in the sequence of the token to be drawn; `history` gives the tokens before it, the row's
-    own ancestors included, and is called only when a penalty needs them. `attempt` tells apart the orders that drafted
+    `position` is the index in the sequence of the token to be sampled. `history` returns the tokens before it, the
+    row's own ancestors included; it is called only if a penalty needs them. `attempt` numbers the orders that drafted
     this position.
     """
 
@@ -52,4 +52,4 @@ class Spot(NamedTuple):
     position: int
     history: Callable[[], Sequence[int]]
     attempt: int = 0
-    allowed: frozenset[int] | None = None  # the tokens that may be drawn; nothing: any
+    allowed: frozenset[int] | None = None  # the tokens that may be chosen; None: any

@@ -1,5 +1,4 @@
-"""How methods over chains draft and verify, round by round. A method is a generator: it yields orders, receives
-reports, commits verdicts.
+"""Methods over chains, round by round. A method is a generator: it yields orders, receives reports, commits verdicts.
 
 Owns the order of drafting and verifying; never calls a model. `tree_rounds` is the same for trees. Invariant: whatever
 is drafted, the session receives only what the verdict says.
@@ -18,14 +17,14 @@ from specbranch.core.policy import Policy
 from specbranch.core.session import Session
 
 MethodRounds = Generator[Orders | Offer, Any, None]  # receives Reports for Orders, a Grant for an Offer
-InFlight = Branch | None  # a chain that was drafted and not judged yet; None: the next one is still to be drafted
+InFlight = Branch | None  # a chain that is drafted and not verified yet; None: the next one has to be drafted
 Decode = Callable[[Session, SpeculativeConfig, Policy], MethodRounds]
 PREFILL = Plan(0)
-GIVEN_AT_ONCE = 32  # tokens of a given text in one forward, beside other requests' rows
+GIVEN_AT_ONCE = 32  # tokens of a given text in one forward
 
 
 def autoregressive(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
-    """One token a forward: what every other method must equal."""
+    """Plain decoding, one token a forward: the reference for every other method."""
     while not session.finished:
         reports = yield Orders(verify=session.verify_plainly())
         absorb(session, policy, NOTHING, reports)
@@ -41,7 +40,7 @@ def speculative(session: Session, config: SpeculativeConfig, policy: Policy) -> 
 
 
 def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
-    """Verify what followed the same words earlier in the text; nothing is drafted by a model."""
+    """Prompt lookup: verify what followed the same words earlier in the text; no draft model takes part."""
     ngrams = Ngrams(session.tokens, config.ngram_max, config.ngram_min)
 
     def found(behind: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -56,8 +55,10 @@ def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> Metho
 
 
 def pearl(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
-    """PEARL: while the pending chain is verified, draft its one likeliest continuation; after a rollback start from
-    nothing pending."""
+    """PEARL: while the target verifies the pending chain, the draft continues it.
+
+    After a rollback nothing is pending.
+    """
     pending: InFlight = None
     while not session.finished:
         session.stats.begin(pending is not None)
@@ -68,8 +69,10 @@ def pearl(session: Session, config: SpeculativeConfig, policy: Policy) -> Method
 
 
 def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
-    """SpecBranch: a serial draft stage, then branch stages, in which the draft hedges at the unsure token, until
-    none is hit."""
+    """SpecBranch as published: a serial draft stage, then branch stages until no branch is hit.
+
+    In a branch stage the draft hedges at the unsure token while the target verifies.
+    """
     pending: InFlight = None
     while not session.finished:
         session.stats.begin(pending is not None)
@@ -81,8 +84,7 @@ def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> M
 
 
 def given(session: Session, tokens: Sequence[int], then: Callable[[], MethodRounds]) -> MethodRounds:
-    """Have the target say a text that is given, to learn how likely it finds each token; `then` decodes what is
-    left of the request."""
+    """Have the target score a given text, for its log-probabilities; `then` decodes the rest of the request."""
     for at in range(0, len(tokens), GIVEN_AT_ONCE):
         if session.finished:
             return
@@ -103,7 +105,7 @@ def whole(
 
 
 def prefill(session: Session, with_draft: bool) -> Generator[Orders, Reports, Verdict]:
-    """Both models read the prompt, the target says the first token. Nothing of it counts as decoding."""
+    """Prefill in both models; the target adds the first token. Nothing of this counts as decoding."""
     draft = session.draft(PREFILL) if with_draft else None
     reports = yield Orders(draft, session.verify())
     session.stats.take(reports)
@@ -113,8 +115,7 @@ def prefill(session: Session, with_draft: bool) -> Generator[Orders, Reports, Ve
 
 
 def absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) -> InFlight:
-    """Commit a verdict and settle the branches; returns what the surviving one drafted beyond its head, trimmed, or
-    None."""
+    """Commit a verdict and count the branches; returns the trimmed rest of the branch that was hit, or None."""
     verdict, kept, stats = verdict_of(reports), reports.kept, session.stats
     taken = session.commit(pending.tokens, verdict, kept is not None)
     ended = taken <= len(verdict.path)
@@ -129,7 +130,7 @@ def absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) 
 
 
 def _abandon(session: Session, pending: InFlight) -> None:
-    """Count what was in flight when the request ended."""
+    """Count the chain in flight when the request ended."""
     session.stats.unused += len(pending.tokens) if pending else 0
 
 
@@ -143,13 +144,13 @@ def _draft_stage(session: Session, policy: Policy) -> Generator[Orders, Reports,
 
 
 def _chain(session: Session, policy: Policy, reports: Reports) -> Branch:
-    """Turn a draft stage's report into the next pending chain."""
+    """Return the next pending chain from a draft stage's report."""
     session.stats.take(reports)
     return _counted(session, reports.branches[0], policy.trim(reports.branches[0])) if reports.branches else NOTHING
 
 
 def _counted(session: Session, drafted: Branch, kept: Branch) -> Branch:
-    """Count what was cut off."""
+    """Count the tokens that the policy cut off."""
     session.stats.dropped += len(drafted.tokens) - len(kept.tokens)
     return kept
 

@@ -1,9 +1,8 @@
-"""Answering from rows: what is common to all Runners that hold a row of logits after each node and turn it into tokens
-on the host.
+"""The common part of all Runners that keep a row of logits for each node and sample on the host.
 
-Owns the rows of live nodes, and where each stands (`Spot`). A model comes in as `_score` and the rest of the
-bookkeeping, the way from rows to tokens as a Sampler. Invariants: a row is that of its node's own tokens as long as the
-node lives; a node without a row is one that cannot be asked about, never one that is answered for by another.
+Owns the rows of live nodes, and their position (`Spot`). A model provides `_score` and the bookkeeping of its cache; a
+Sampler turns rows into tokens. Invariants: a row belongs to its node's own tokens as long as the node lives; a node
+without a row cannot be asked about, and is never answered from another's row.
 """
 
 from __future__ import annotations
@@ -24,11 +23,13 @@ Row_contra = TypeVar("Row_contra", contravariant=True)
 
 
 class Sampler(Protocol[Row_contra]):
-    """Turns rows into tokens; temperature, filters, penalties and noise live here, the same for target and draft."""
+    """Turns rows into tokens: temperature, filters, penalties and noise, the same for target and draft."""
 
     def pick(self, rows: Sequence[Row_contra], spots: Sequence[Spot]) -> list[int]:
-        """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id; NO_TOKEN if the
-        greatest score is not finite."""
+        """Return the model's token at each row: argmax(log p + noise), ties to the lowest id.
+
+        NO_TOKEN if the greatest score is not finite.
+        """
         ...
 
     def propose(self, rows: Sequence[Row_contra], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
@@ -36,7 +37,7 @@ class Sampler(Protocol[Row_contra]):
         ...
 
     def law(self, row: Row_contra, spot: Spot) -> Law:
-        """Return the shaped distribution at a row, or raise NoNumber."""
+        """Return the distribution at a row, sampling parameters applied, or raise NoNumber."""
         ...
 
     def margin(self, row: Row_contra, spot: Spot, first: int, second: int) -> float:
@@ -44,16 +45,16 @@ class Sampler(Protocol[Row_contra]):
         ...
 
     def logprobs(self, row: Row_contra, token: int, top: int) -> TokenLogprobs:
-        """Return the log-probability of `token` and of the `top` most likely, before any shaping."""
+        """Return the log-probability of `token` and of the `top` most likely, before sampling parameters apply."""
         ...
 
 
 class RowRunner(Generic[Row]):
-    """A Runner over a model that scores nodes; what remains to be told is how it opens, reads, keeps and scores."""
+    """A Runner over a model that scores nodes; a subclass says how to open, prefill, keep and score."""
 
-    prefix_cache = True  # whether what was read of prompts is kept for others, where it can be
-    prefill_chunk = 256  # tokens of a prompt that are read at once
-    page = 1  # KV slots that are taken at once
+    prefix_cache = True  # prompts share computed pages, if the model can
+    prefill_chunk = 256  # tokens of a prefill chunk
+    page = 1  # KV slots of a page
 
     def __init__(self, sampler: Sampler[Row]) -> None:
         self.sampler = sampler
@@ -67,41 +68,42 @@ class RowRunner(Generic[Row]):
 
     @property
     def kv_slots(self) -> int | None:
-        """How many KV slots there are for all sequences together; nothing: they are not counted."""
+        """How many KV slots there are for all sequences together; None: they are not counted."""
         return None
 
     @property
     def kv_slots_free(self) -> int:
-        """How many of them can be had."""
+        """How many KV slots are free."""
         return 0
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's KV slots, to be read."""
+        """Return the sequence's KV slots, read-only."""
         raise NotImplementedError
 
     def demand(self, seq: int, count: int) -> None:
-        """Make sure that so many more nodes can be fed, or raise CacheFull."""
+        """Reserve memory for `count` more nodes, or raise CacheFull."""
         self.slots(seq).demand(count)
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Append tokens to the committed prefix, without making rows."""
+        """Prefill: append tokens to the committed prefix, without logits."""
         if tokens:
             self._rows[seq].clear()
             self._extend(seq, tokens)
 
     def recall(self, seq: int, tokens: Sequence[int]) -> int:
-        """Take what is known of the beginning of a prompt, if that is more than is held; returns how many are held."""
+        """Take the beginning of a prompt from the prefix cache, if that is more than is held; returns how many tokens
+        are held."""
         if self.prefix_cache:
             self._rows[seq].clear()
             self._recall(seq, tokens)
         return len(self.slots(seq).prefix)
 
     def feed(self, work: Sequence[Feed]) -> None:
-        """Read new nodes of several sequences in one forward."""
+        """Compute new nodes of several sequences in one forward."""
         self.score(work)
 
     def score(self, work: Sequence[Feed]) -> list[list[Row]]:
-        """Read new nodes; returns one row a node, valid until its node is dropped."""
+        """Compute new nodes; returns one row a node, valid until its node is dropped."""
         work = [item for item in work if item.tokens]
         if not work:
             return []
@@ -112,7 +114,7 @@ class RowRunner(Generic[Row]):
         return made
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
-        """Read new nodes, and answer what is asked about them, or about nodes read before."""
+        """Compute new nodes, and answer questions about these or earlier ones."""
         self.score(work)
         rows, spots = (
             [self._rows[ask.seq][ask.node] for ask in asks],
@@ -121,12 +123,12 @@ class RowRunner(Generic[Row]):
         return self.sampler.propose(rows, spots, asks)
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
-        """Read new nodes, and judge when the verdicts are called for."""
+        """Compute new nodes, and judge them when the verdicts are called for."""
         self.score(work)
         return Verdicts(lambda: [self._judged(trial) for trial in trials])
 
     def knows(self, seq: int, node: int) -> bool:
-        """Whether a node still has its row."""
+        """True if a node still has its row."""
         return node in self._rows[seq]
 
     def margin(self, seq: int, node: int, first: int, second: int) -> float:
@@ -134,26 +136,26 @@ class RowRunner(Generic[Row]):
         return self.sampler.margin(self._rows[seq][node], self.spot(seq, node), first, second)
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
-        """Keep some nodes of the tail, the first `commit` of them as prefix, and the rows behind all that is left."""
+        """Keep some nodes of the tail with their rows; the first `commit` of them join the prefix."""
         rows, path = self._rows[seq], [ROOT, *nodes]  # the row after k kept nodes of a path is that of path[k]
         left = {at - commit - 1: rows[node] for at, node in enumerate(path) if at >= commit and node in rows}
-        # an interrupt may come now: nodes without rows are read again, rows of other nodes would be believed
+        # An interrupt may come now. Nodes without rows are computed again; rows of other nodes would be trusted.
         rows.clear()
         self._keep(seq, nodes, commit)
         rows.update(left)
 
     def rewind(self, seq: int, length: int) -> None:
-        """Forget the tail, and the prefix beyond its first `length` tokens."""
+        """Drop the tail, and the prefix beyond its first `length` tokens."""
         self._rows[seq].clear()
         self._rewind(seq, length)
 
     def close(self, seq: int) -> None:
-        """Forget the sequence and free its KV slots."""
+        """Drop the sequence and free its KV slots."""
         self._close(seq)
         del self._requests[seq], self._rows[seq]
 
     def spot(self, seq: int, node: int, ask: Ask | None = None) -> Spot:
-        """Where the token after a node will stand."""
+        """Return the position of the token after a node, with all else that sampling needs."""
         slots = self.slots(seq)
         position = len(slots.prefix) if node == ROOT else slots.position(node) + 1
         attempt, allowed = (ask.attempt, ask.allowed) if ask else (0, None)
@@ -212,7 +214,7 @@ class RowRunner(Generic[Row]):
         return tuple(self.sampler.logprobs(row, said, trial.logprobs) for row, said in zip(rows, tokens, strict=True))
 
     def _said(self, seq: int, node: int, token: int) -> tuple[float, ...] | None:
-        """What a probe makes of the row after a node and the token it led to; nothing where there is none."""
+        """Return the probe's output for the row after a node and its token; None: there is no probe."""
         return None
 
     def _open(self, seq: int) -> None:
@@ -222,7 +224,7 @@ class RowRunner(Generic[Row]):
         raise NotImplementedError
 
     def _recall(self, seq: int, tokens: Sequence[int]) -> None:
-        """Nothing is known, unless a runner says so."""
+        """Take nothing: a runner without a prefix cache."""
 
     def _score(self, work: Sequence[Feed]) -> list[list[Row]]:
         raise NotImplementedError

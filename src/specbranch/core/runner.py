@@ -1,8 +1,8 @@
-"""The protocol between the workers and the models: a Runner reads nodes and answers questions about them.
+"""The protocol between workers and models: a Runner computes nodes and answers questions about them.
 
-Owns no behaviour. Invariants: rows of logits stay where they were made; only token ids, confidences and a few
-probabilities come out. What is answered about a node depends on the tokens up to it and on its sequence's request
-alone, whatever else is read or asked with it.
+Owns no behaviour. Invariants: logits stay where they were computed; only token ids, confidences and a few probabilities
+come out. The answer about a node depends on the tokens up to it and on its sequence's request. It does not depend on
+what else is in the same forward.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from specbranch.core.slots import Slots
 from specbranch.core.trees import Growth, Tree
 
 ENTROPY_WEIGHT = 0.2  # AdaEDL's γ in the bound 1 − sqrt(γ·H)
-NO_TOKEN = -2  # what a target says whose scores are not finite; -1 is what a record says that has ended
-MOST_ENTRIES = 64  # of a proposal law: any q is exact, and few entries are cheap to send
+NO_TOKEN = -2  # the token of a target whose scores are not finite; -1 is that of a record that has ended
+MOST_ENTRIES = 64  # entries of a proposal distribution: any q is exact, and few entries are cheap to send
 
-Allowed = frozenset[int]  # the tokens that may be said at a position
+Allowed = frozenset[int]  # the tokens that are allowed at a position
 
 
 class NoNumber(RuntimeError):
@@ -47,14 +47,14 @@ class Ask:
     heads: HeadKind = "sampled"  # ratio: is the first proposal drawn from q, or are all the top ones? (match: the same)
     measure: Measure = "top"
     attempt: int = 0  # tells apart the orders that drafted this position
-    allowed: Allowed | None = None  # nothing: any token
+    allowed: Allowed | None = None  # None: any token
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Candidates for one position, best first, with the draft's confidence there and, if the first was drawn, its law.
+    """Candidates for one position, best first, with the draft's confidence there; `q` if the first was sampled.
 
-    `odds` tells how likely each candidate is beside the best one, by the draft's own scores; nothing: it was not said.
+    `odds`: each candidate's probability over that of the best one; empty: unknown.
     """
 
     tokens: tuple[int, ...]
@@ -65,7 +65,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A token drawn for the position after the order's token `node` that is judged without having been fed."""
+    """A sampled token behind the order's token `node`; the target judges it without computing it."""
 
     node: int
     token: int
@@ -74,17 +74,16 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Which of an order's tokens does the target take, and what does it say next? By the rule of the sequence's
-    request."""
+    """Asks which of an order's tokens the target accepts, and its next one, by the rule of the sequence's request."""
 
     seq: int
     order: Verify
-    root: int  # the node that the order's tokens hang on
-    nodes: tuple[int, ...]  # where they lie
+    root: int  # the node behind which the order's tokens are
+    nodes: tuple[int, ...]  # the nodes of the order's tokens
     head: Head | None = None
-    logprobs: int | None = None  # how many of the most likely tokens are told with each taken one; nothing: none is
-    wants_forecast: bool = False  # whether what the model's probe says of the verdict is told too
-    # after the root, then after each of the nodes; nothing: any token anywhere
+    logprobs: int | None = None  # log-probabilities of so many likeliest tokens with each emitted one; None: of none
+    wants_forecast: bool = False  # the answer has the output of the model's probe, too
+    # after the root, then after each of the nodes; None: any token anywhere
     allowed: tuple[Allowed | None, ...] | None = None
 
     def node(self, index: int) -> int:
@@ -98,15 +97,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Indices of the taken tokens, then the target's own next one, NO_TOKEN where a row on the way is not finite.
+    """Indices of the accepted tokens, then the bonus token; NO_TOKEN if a row on the path is not finite.
 
-    `said` is what a probe made of the row behind the last taken, `kept` whether what was taken joined the prefix
-    already.
+    `said`: the probe's output for the row behind the last accepted token. `kept`: the runner has moved the accepted
+    tokens to the prefix already.
     """
 
     path: tuple[int, ...]
     token: int
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each taken token, then one for `token`
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each accepted token, then one for `token`
     said: tuple[float, ...] | None = None
     kept: bool = False
 
@@ -117,47 +116,45 @@ def _at_once() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What a verification finds: calling it waits for the model, `ready` tells whether there is anything to wait
-    for."""
+    """The result of a verify: calling it waits for the model; `ready` is True if it would not have to wait."""
 
     found: Callable[[], list[Judged]]
     ready: Callable[[], bool] = _at_once
 
     def __call__(self) -> list[Judged]:
-        """Wait, and tell."""
+        """Wait for the model, and return its verdicts."""
         return self.found()
 
 
-Done = Callable[[], bool]  # whether the target is
+Done = Callable[[], bool]  # True once the target is done
 
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """A tree to be grown behind a sequence: `uncomputed` of its text is read first, `held` tells where what was read of
-    the tree lies."""
+    """A tree to be extended behind a sequence, of which the `uncomputed` tokens come first."""
 
     seq: int
     uncomputed: tuple[int, ...]
     tree: Tree
-    held: Mapping[int, int]  # numbers in the tree to nodes of the tail
+    held: Mapping[int, int]  # computed nodes: number in the tree to node of the tail
     growth: Growth
-    receiver: Receiver | None = None  # is given the tree where it has grown
+    receiver: Receiver | None = None  # gets the tree on the device
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Lanes of one sequence to be drafted on, a token a step each: what each reads first, and what it hangs on."""
+    """Lanes of one sequence to be drafted on, one token a step each; `feed` has their first tokens and parents."""
 
     feed: Feed
     steps: int  # at most
     measure: Measure = "top"
 
 
-Hear = Callable[[list[Proposal]], bool]  # told what every lane is to read next; returns whether to go on
+Hear = Callable[[list[Proposal]], bool]  # gets the next proposal of every lane; returns True to go on
 
 
 class Runner(Protocol):
-    """One model and its cache for several sequences; it knows nothing of speculation."""
+    """One model and its KV cache for several sequences; it knows nothing of speculation."""
 
     @property
     def vocabulary(self) -> int:
@@ -171,24 +168,29 @@ class Runner(Protocol):
 
     @property
     def prefill_chunk(self) -> int:
-        """How many tokens of a prompt are read at once: it is cut at multiples of this, counted from its beginning,
-        whoever reads it and whatever was read before, so that its bits depend on nothing else."""
+        """How many tokens one prefill chunk has.
+
+        A prompt is cut at multiples of this from its beginning, whatever was computed before. So its bits depend on
+        nothing else.
+        """
         ...
 
     @property
     def page(self) -> int:
-        """How many KV slots are taken at once."""
+        """How many KV slots a page has."""
         ...
 
     @property
     def kv_slots(self) -> int | None:
-        """How many KV slots there are for all sequences together; nothing: they are not counted."""
+        """How many KV slots there are for all sequences together; None: they are not counted."""
         ...
 
     @property
     def kv_slots_free(self) -> int:
-        """How many of them can be had; those that only keep what was read of a prompt are among them, those that copies
-        of shared pages will take are not."""
+        """How many KV slots are free.
+
+        Pages that only the prefix cache holds count; pages due for copy-on-write do not.
+        """
         ...
 
     def open(self, seq: int, request: Request) -> None:
@@ -196,41 +198,40 @@ class Runner(Protocol):
         ...
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's KV slots, to be read; only this Runner changes them."""
+        """Return the sequence's KV slots, read-only: only this Runner changes them."""
         ...
 
     def demand(self, seq: int, count: int) -> None:
-        """Make sure that so many more nodes can be fed, or raise CacheFull."""
+        """Reserve memory for `count` more nodes, or raise CacheFull."""
         ...
 
     def recall(self, seq: int, tokens: Sequence[int]) -> int:
-        """Take what is known of the beginning of a prompt from those that read it, if that is more than the sequence
-        holds; returns how many tokens it holds then.
+        """Take the beginning of a prompt from the prefix cache, if that is more than the sequence holds.
 
-        `tokens`: the prompt as far as it is to be read, from its beginning. The sequence holds nothing but a beginning
-        of it, and no tail. What is taken has the bits that reading it would give.
+        Returns how many tokens the sequence holds then. `tokens`: the part of the prompt that will be prefilled, from
+        its beginning. The sequence may hold only a beginning of it, and no tail. Cached pages have the bits that
+        prefill would give.
         """
         ...
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Append tokens to the committed prefix, in chunks; nothing can be asked about them. The tail must be empty."""
+        """Prefill: append tokens to the committed prefix, in chunks, without logits. The tail must be empty."""
         ...
 
     def feed(self, work: Sequence[Feed]) -> None:
-        """Read new nodes of several sequences in one forward."""
+        """Compute new nodes of several sequences in one forward."""
         ...
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
-        """Read new nodes, and answer what is asked about them, or about nodes read before."""
+        """Compute new nodes, and answer questions about these or earlier ones."""
         ...
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
-        """Read new nodes, and judge; returns at once where a device works by itself, and the verdicts when they are
-        called for."""
+        """Compute new nodes, and judge; where a device works by itself this returns before the verdicts are there."""
         ...
 
     def knows(self, seq: int, node: int) -> bool:
-        """Whether questions about a node that was read can still be answered without reading it again."""
+        """True if questions about a node can be answered without computing it again."""
         ...
 
     def margin(self, seq: int, node: int, first: int, second: int) -> float:
@@ -239,84 +240,87 @@ class Runner(Protocol):
         ...
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
-        """Keep some nodes of the tail, the first `commit` of them, a path, as prefix; drop the rest (see
+        """Keep some nodes of the tail and drop the rest; the first `commit` kept ones, a path, join the prefix (see
         Slots.keep)."""
         ...
 
     def rewind(self, seq: int, length: int) -> None:
-        """Forget the tail, and the prefix beyond its first `length` tokens."""
+        """Drop the tail, and the prefix beyond its first `length` tokens."""
         ...
 
     def close(self, seq: int) -> None:
-        """Forget the sequence and free its KV slots."""
+        """Drop the sequence and free its KV slots."""
         ...
 
 
 @runtime_checkable
 class GrowsTrees(Protocol):
-    """A Runner that can choose by itself what of a tree to read next, so that a tree takes one question instead of
-    one a step."""
+    """A Runner that chooses the next nodes of a tree itself, so that a whole tree is one call."""
 
     def grow(self, growing: Growing, done: Done) -> Tree | None:
-        """Grow a tree until nothing pays or it is done; the text is committed then. Nothing: this one has to be
-        asked for step by step."""
+        """Extend a tree until nothing pays or `done`, and commit the uncomputed tokens; None: extend it step by step
+        instead."""
         ...
 
     def make_ready(self, seq: int, done: Done) -> None:
-        """Write down what can be known of texts that it may have to read ahead, until something else is to be done."""
+        """Prepare to compute tokens ahead of the next order, until there is other work."""
         ...
 
     def read_ahead(self, feed: Feed) -> bool:
-        """Read what is unread of a text behind which a tree is to grow next; nobody waits for that. False: it has to
-        be read when that grows."""
+        """Compute committed tokens ahead of the next Grow order, without waiting.
+
+        False: that order has to compute them.
+        """
         ...
 
     @property
     def begun(self) -> Callable[[], float] | None:
-        """When the last tree began to grow, if that was before it was asked for."""
+        """When the last Grow started, if that was before it was ordered."""
         ...
 
     @property
     def grown_at(self) -> Callable[[], float] | None:
-        """When the last thing that was drafted was there, if that was a tree, and before anybody had read it."""
+        """When the last drafted tree was complete on the device; None if the last draft was no tree."""
         ...
 
 
 @runtime_checkable
 class ReceivesTrees(Protocol):
-    """A Runner that may begin to verify a tree before it is asked to, if that has grown beside it on its device."""
+    """A Runner that may start to verify a tree before it is ordered to, if its own device extended the tree."""
 
     def receiver(self, seq: int, on: Context, sending: SendingLater) -> Receiver | None:
-        """Who is to be given a tree behind this text; nothing: it has to be asked for."""
+        """Return who receives a tree behind this sequence; None: the verify has to be ordered."""
         ...
 
     @property
     def begun(self) -> Callable[[], float] | None:
-        """When the last verification began, which may be before it was asked for; nothing: when it was."""
+        """When the last verify started, which may be before it was ordered; None: when it was ordered."""
         ...
 
 
 @runtime_checkable
 class PadsForwards(Protocol):
-    """A Runner whose forwards are computed with more rows than they have, so that some of these cost nothing."""
+    """A Runner that pads its forwards, so that some more rows cost nothing."""
 
     def padded(self, rows: int) -> int:
-        """With how many rows a forward of so many is computed."""
+        """Return the padded rows of a forward."""
         ...
 
 
 @runtime_checkable
 class RunsAhead(Protocol):
-    """A Runner that can have lanes read what they chose themselves before anybody has heard of it."""
+    """A Runner whose lanes go on with their own tokens before the host has seen them."""
 
     def run_ahead(self, lanes: Lanes, hear: Hear) -> int:
-        """Draft on until there were as many steps as asked for, or who hears of them wants no more; returns how many
-        there were. None: these have to be asked for step by step."""
+        """Draft until `hear` returns False or all steps are done; returns the number of steps.
+
+        0: the lanes have to be drafted step by step.
+        """
         ...
 
 
 class Law(Protocol):
-    """The target's shaped distribution at one node, where a runner judges by `core.verify.accept_ratio`."""
+    """The target's distribution at one node, sampling parameters applied; `core.verify.accept_ratio` uses it."""
 
     def prob(self, token: int) -> float:
         """Return p(token)."""

@@ -1,14 +1,14 @@
-"""Who is in the loop: requests wait in a queue, are admitted as there is room for them, and leave.
+"""The scheduler: requests wait in a queue, are admitted when there is memory for them, and leave.
 
-Owns the queue, admission, deadlines, and who is preempted when memory runs short; rounds are the Loop's. Invariants:
-each request's text is as if it were alone; one that has left, however it did, holds nothing.
+Owns the queue, admission, deadlines, and preemption when memory runs short; rounds are the Loop's. Invariants: each
+request's tokens are as if it were alone; a request that has left, however it did, holds no memory.
 
-The bound on waiting: higher priorities go first, and within a priority requests are admitted in the order in which they
-came; none is overtaken by one that came later. So where at most M are decoded at once, none takes more than R rounds,
-and there is memory for M, a request with k others before it is admitted after at most ⌊k / M⌋ · R rounds. Where memory
-is short the oldest of the highest priority is never preempted, so it is admitted after at most k · R rounds of its own
-kind. Once admitted, a request that has read its text takes part in every round of the target; while m texts are unread,
-one of p chunks is read within m · p such rounds, however long the others are.
+The bound on waiting: higher priorities go first, and within a priority requests are admitted in the order of arrival;
+none is overtaken by a later one. Assume that at most M requests decode at once, none takes more than R rounds, and
+there is memory for M. Then a request with k others before it is admitted after at most ⌊k / M⌋ · R rounds. If memory is
+short, the oldest request of the highest priority is never preempted. So it is admitted after at most k · R rounds of
+its own kind. Once prefilled, a request takes part in every round of the target. While m prompts are not prefilled, one
+of p chunks is done within m · p such rounds, however long the others are.
 """
 
 from __future__ import annotations
@@ -25,34 +25,32 @@ from specbranch.core.methods import MethodRounds
 from specbranch.core.session import Session
 from specbranch.errors import CacheFull, DeadlinePassed
 
-SLOTS_AHEAD = (
-    64  # KV slots beyond its text that a request is to have when it is admitted, and that live ones are to keep
-)
+SLOTS_AHEAD = 64  # KV slots beyond its tokens that a request needs to be admitted, and that live ones keep reserved
 
 TicketState = Literal["waiting", "live", "over"]
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request in the hands of the scheduler."""
+    """A request from submission to its end."""
 
     session: Session
     start: Callable[[], MethodRounds]
     priority: int
     arrival: int
     submitted: float
-    within: float | None  # seconds it was given
+    within: float | None  # its timeout in seconds
     deadline: float | None  # on the executor's clock
-    counted: bool  # whether it is one of those that may be live at once
+    counted: bool  # it counts against the batch limit
     state: TicketState = "waiting"
-    begun: bool = False  # whether it was live before
-    resting: bool = False
-    rests_since: tuple[float, float] = (0.0, 0.0)  # on the executor's clock, and on the wall's
-    emitted: int = 0  # tokens that were counted
+    was_live: bool = False  # before: it was preempted
+    paused: bool = False
+    paused_since: tuple[float, float] = (0.0, 0.0)  # by the executor's clock, and by the wall clock
+    emitted: int = 0  # tokens that the scheduler has counted
 
     @property
     def order(self) -> tuple[int, int]:
-        """Where it stands in the queue."""
+        """Its position in the queue: lower goes first."""
         return -self.priority, self.arrival
 
 
@@ -63,7 +61,7 @@ class Snapshot:
     running: int = 0
     waiting: int = 0
     prefilling: int = 0  # of those running: their prompts are not computed yet
-    resting: int = 0  # of those running: nobody takes what they say
+    resting: int = 0  # of those running: paused, because their consumer takes no tokens
     rounds: int = 0
     tokens: int = 0  # emitted
     prompt_tokens: int = 0  # of requests that were admitted
@@ -71,8 +69,8 @@ class Snapshot:
     finished: int = 0
     failed: int = 0  # past their deadline, or by an error
     cancelled: int = 0
-    preemptions: int = 0  # times that a request was, for want of memory
-    draft_restarts: int = 0  # times that a draft's process was made anew
+    preemptions: int = 0  # requests preempted for want of memory, each time
+    draft_restarts: int = 0  # times that the draft's process was restarted
     kv_slots: tuple[KVSlots, ...] = ()
 
 
@@ -90,27 +88,28 @@ class _Counts:
 
 @dataclass(slots=True, eq=False)
 class Scheduler:
-    """Decides who is in a loop; one thread calls it. `most`: requests decoded at once; nothing: as many as fit.
+    """Decides which requests are live; one thread calls it. `most`: requests decoded at once; None: as many as fit.
 
-    Schedulers may share their models, and so the memory: the requests of the `first` one have it before all others.
+    Schedulers may share their models, and so the memory: requests of the `first` scheduler get memory before all
+    others.
     """
 
     loop: Loop
     most: int | None = None
     ahead: int = SLOTS_AHEAD
-    first: Scheduler | None = None  # nothing: this one is
-    served: bool = False  # a thread makes its rounds: whoever waits for its memory will have it
-    blocking: bool = False  # its caller makes no rounds but its own, so that waiting for others would never end
+    first: Scheduler | None = None  # None: this one is the first
+    served: bool = False  # a thread runs its rounds, so waiting for its memory comes to an end
+    blocking: bool = False  # its caller runs only its own rounds, so waiting for others would never end
     wall: Callable[[], float] = time.monotonic
-    guests: list[Scheduler] = field(default_factory=list)  # those after this one that have requests now
-    _waiting: list[Ticket] = field(default_factory=list)  # in their order
+    guests: list[Scheduler] = field(default_factory=list)  # the other schedulers that have requests now
+    _waiting: list[Ticket] = field(default_factory=list)  # the queue, in order
     _live: dict[int, Ticket] = field(default_factory=dict)  # by session
-    _timed: list[Ticket] = field(default_factory=list)  # those with a deadline that are not over
+    _timed: list[Ticket] = field(default_factory=list)  # unfinished requests with a deadline
     _counts: _Counts = field(default_factory=_Counts)
-    _short: bool = False  # of memory: nobody is admitted before somebody has left
+    _short: bool = False  # memory ran out: no request is admitted before one has left
 
     def __post_init__(self) -> None:
-        self.loop.patient = True
+        self.loop.waits_for_pages = True
 
     def submit(
         self,
@@ -120,15 +119,17 @@ class Scheduler:
         within: float | None = None,
         counted: bool = True,
     ) -> Ticket:
-        """Put a request in the queue; `start` begins its method once it is admitted, `within` so many seconds it has
-        to be finished. One that can never fit has failed already when this returns."""
+        """Put a request in the queue; one that can never fit has failed already when this returns.
+
+        `start` makes its method once it is admitted. `within`: its timeout in seconds.
+        """
         now = self.loop.executor.now()
         deadline = None if within is None else now + within
         ticket = Ticket(session, start, priority, self._counts.submitted, now, within, deadline, counted)
         self._counts.submitted += 1
         if self.first is not None and self not in self.first.guests:
             self.first.guests.append(self)
-        target = next((kv_slots for kv_slots in self.loop.executor.kv_slots() if kv_slots.of == "target"), None)
+        target = next((kv_slots for kv_slots in self.loop.executor.kv_slots() if kv_slots.model == "target"), None)
         if target is not None and len(session.tokens) > target.total:
             session.fail(_never_fits(session, target))
             self._end(ticket)
@@ -138,23 +139,23 @@ class Scheduler:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Let a request go; harmless if it is over."""
+        """Cancel a request; harmless if it is over."""
         if ticket.state != "over":
             self._end(ticket)
 
-    def rest(self, ticket: Ticket, resting: bool) -> None:
-        """Have a request take part in no round for a while, or take part again."""
+    def set_paused(self, ticket: Ticket, paused: bool) -> None:
+        """Leave a request out of all rounds, or let it take part again."""
         if ticket.deadline is not None:
-            ticket.deadline -= self._lag(ticket)  # the time it has rested so far
-        ticket.rests_since = self.loop.executor.now(), self.wall()
-        ticket.resting = resting
+            ticket.deadline -= self._lag(ticket)  # so far, a modelled clock has stood still for this long
+        ticket.paused_since = self.loop.executor.now(), self.wall()
+        ticket.paused = paused
         if ticket.state == "live":
-            self.loop.rest(ticket.session, resting)
+            self.loop.set_paused(ticket.session, paused)
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do now."""
-        return self.loop.awake or any(not ticket.resting for ticket in self._waiting)
+        """True if there is anything to do now."""
+        return self.loop.can_step or any(not ticket.paused for ticket in self._waiting)
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -163,14 +164,14 @@ class Scheduler:
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the first deadline is still ahead; nothing: there is none."""
+        """Seconds to the first deadline; None: there is none."""
         return min((self._left(ticket) for ticket in self._timed), default=None)
 
     def step(self) -> list[Session]:
-        """Make one round; returns the sessions that took part."""
+        """Run one round; returns the sessions that took part."""
         self._expire()
         self._admit()
-        took_part = self.loop.step() if self.loop.awake else []
+        took_part = self.loop.step() if self.loop.can_step else []
         self._counts.rounds += bool(took_part)
         for session in took_part:
             if ticket := self._live.get(session.number):
@@ -179,18 +180,18 @@ class Scheduler:
                     self._end(ticket)
         for ticket in [ticket for ticket in self._live.values() if ticket.session.finished]:
             self._end(ticket)  # it failed before the round
-        if took_part and self.loop.short:
+        if took_part and self.loop.out_of_pages:
             self._make_room(took_part)
         return took_part
 
     def snapshot(self) -> Snapshot:
-        """What there is to do, and was done."""
+        """Return what there is to do, and what was done."""
         counts, live = self._counts, self._live.values()
         return Snapshot(
             running=len(live),
             waiting=len(self._waiting),
             prefilling=sum(self.loop.uncomputed(ticket.session) > 0 for ticket in live),
-            resting=sum(ticket.resting for ticket in live),
+            resting=sum(ticket.paused for ticket in live),
             rounds=counts.rounds,
             tokens=counts.tokens,
             prompt_tokens=counts.prompt_tokens,
@@ -204,7 +205,7 @@ class Scheduler:
         )
 
     def _expire(self) -> None:
-        """End requests whose time is over, with what they have."""
+        """End requests past their deadline, with the tokens they have."""
         for ticket in [ticket for ticket in self._timed if self._left(ticket) <= 0.0]:
             ticket.session.fail(_too_late(ticket))
             self._end(ticket)
@@ -215,16 +216,18 @@ class Scheduler:
         return ticket.deadline - self.loop.executor.now() - self._lag(ticket)
 
     def _lag(self, ticket: Ticket) -> float:
-        """By how many seconds the executor's clock fell behind the wall's since a request rests: a modelled clock
-        stands still while nothing is computed."""
-        if not ticket.resting:
+        """Return the seconds by which the executor's clock fell behind the wall clock during a pause.
+
+        A modelled clock stands still while nothing is computed.
+        """
+        if not ticket.paused:
             return 0.0
-        clock, wall = ticket.rests_since
+        clock, wall = ticket.paused_since
         return max(self.wall() - wall - (self.loop.executor.now() - clock), 0.0)
 
     def _admit(self) -> None:
-        """Take in those that are first in the queue, as long as there is room."""
-        while (ticket := next((one for one in self._waiting if not one.resting), None)) and self._has_room(ticket):
+        """Admit the first requests in the queue, as long as there is room."""
+        while (ticket := next((one for one in self._waiting if not one.paused), None)) and self._has_room(ticket):
             self._waiting.remove(ticket)
             self._begin(ticket)
 
@@ -232,9 +235,9 @@ class Scheduler:
         session = ticket.session
         ticket.state, self._live[session.number] = "live", ticket
         try:
-            if ticket.begun:
+            if ticket.was_live:
                 self.loop.resume(session)
-                self.loop.rest(session, ticket.resting)
+                self.loop.set_paused(session, ticket.paused)
             else:
                 self.loop.join(session, ticket.start())
                 session.stats.queued = session.stats.started - ticket.submitted
@@ -242,10 +245,10 @@ class Scheduler:
         except Exception as error:  # it is this request's own
             session.fail(error)
             self._end(ticket)
-        ticket.begun = True
+        ticket.was_live = True
 
     def _has_room(self, ticket: Ticket) -> bool:
-        running = [one for one in self._live.values() if not one.resting]
+        running = [one for one in self._live.values() if not one.paused]
         if ticket.counted and self.most is not None and sum(one.counted for one in running) >= self.most:
             return False
         if self._fits(ticket):
@@ -255,52 +258,54 @@ class Scheduler:
         return not self._live and not self._waits  # alone it may try
 
     def _preempt_idle(self, running: bool) -> bool:
-        """Preempt one that rests, or a guest's while nothing runs here; returns whether there was any."""
+        """Preempt a paused request, or one of a guest while nothing runs here; returns True if there was one."""
         for one in reversed(self._sharing):
-            if one._live and (one._last().resting or (one in self.guests and not running)):
+            if one._live and (one._last().paused or (one in self.guests and not running)):
                 one._preempt(one._last())
                 return True
         return False
 
     @property
     def _sharing(self) -> list[Scheduler]:
-        """All schedulers on these models that may have requests, itself included."""
+        """All schedulers on these models that may have requests, this one included."""
         first = self.first or self
         return [first, *first.guests]
 
     @property
     def _waits(self) -> bool:
-        """Whether others hold memory that this one has to wait for, and will have."""
+        """True if other schedulers hold memory that this one may wait for."""
         may_wait = self.first is not None and self.first.served and not self.blocking
         return may_wait and any(one._live for one in self._sharing if one is not self)
 
     def _fits(self, ticket: Ticket) -> bool:
-        """Whether each model has KV slots for the text and some more, those left out that live ones are to have."""
+        """True if each model has KV slots for the request and some more, besides those reserved for live requests."""
         length = len(ticket.session.tokens) + self._ahead(ticket.session)
         for kv_slots in self.loop.executor.kv_slots():
             need = kv_slots.missing(length)
             promised = sum(one.promised(kv_slots) for one in self._sharing)
-            if need > kv_slots.free - promised and (kv_slots.of == "target" or need <= kv_slots.total):
+            if need > kv_slots.free - promised and (kv_slots.model == "target" or need <= kv_slots.total):
                 return False
         return True
 
     def promised(self, kv_slots: KVSlots) -> int:
-        """How many free KV slots of a model its live requests are still to have."""
+        """Return how many free KV slots of a model are reserved for its live requests."""
         return sum(self._promised(kv_slots, ticket.session) for ticket in self._live.values())
 
     def _promised(self, kv_slots: KVSlots, session: Session) -> int:
         length = len(session.tokens)
-        held = length - 1 - self.loop.uncomputed(session)  # the last token is a step
+        held = length - 1 - self.loop.uncomputed(session)  # the last token is a decode step
         return kv_slots.missing(length + self._ahead(session), held)
 
     def _ahead(self, session: Session) -> int:
         return min(self.ahead, max(session.room, 1))
 
     def _make_room(self, took_part: Sequence[Session]) -> None:
-        """Preempt the youngest of the lowest priority, for those who found no memory; one that is alone fails, unless
-        it may wait for others."""
+        """Preempt the youngest request of the lowest priority, so that others get its pages.
+
+        A request that is alone fails, unless it may wait for other schedulers.
+        """
         if any(session.finished for session in took_part):
-            return  # whoever ended in this round has left room
+            return  # a request that ended in this round has freed pages
         self._short = True
         if self._preempt_idle(running=False):
             return
@@ -308,12 +313,12 @@ class Scheduler:
             self._preempt(self._last())
             return
         for ticket in list(self._live.values()):
-            ticket.session.fail(self.loop.short[ticket.session.number])
+            ticket.session.fail(self.loop.out_of_pages[ticket.session.number])
             self._end(ticket)
 
     def _last(self) -> Ticket:
-        """Who is preempted first: one that rests, else the youngest of the lowest priority."""
-        return max(self._live.values(), key=lambda one: (one.resting, one.order))
+        """Return who is preempted first: a paused request, else the youngest of the lowest priority."""
+        return max(self._live.values(), key=lambda one: (one.paused, one.order))
 
     def _preempt(self, ticket: Ticket) -> None:
         self.loop.preempt(ticket.session)
@@ -323,7 +328,7 @@ class Scheduler:
         insort(self._waiting, ticket, key=lambda one: one.order)
 
     def _end(self, ticket: Ticket) -> None:
-        """Forget a request, and free what it holds."""
+        """Remove a request, and free its memory."""
         session = ticket.session
         if ticket.state == "live":
             self._count(ticket)
@@ -339,7 +344,7 @@ class Scheduler:
         self._counts.finished += session.finished in ("stop", "length")
         self._counts.failed += session.finished == "error"
         self._counts.cancelled += session.finished is None
-        self.loop.leave(session)
+        self.loop.remove(session)
 
     def _count(self, ticket: Ticket) -> None:
         emitted = ticket.session.stats.emitted

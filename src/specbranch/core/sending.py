@@ -1,8 +1,7 @@
-"""What of a grown tree the target is to verify, where a request is alone: the nodes it most likely comes to, as many as
-pay.
+"""Which nodes of a tree the target verifies if a request is alone: those with the highest reach, as many as pay.
 
-Owns the choice as arithmetic on a tree, so that a device can make it where the tree has grown. Invariant: what is
-chosen here is what the planner and the market agree on.
+Owns the choice as arithmetic on a tree, so that a device can make it right behind its draft steps. Invariant: the
+choice equals what the planner and the market agree on.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from specbranch.core.trees import Tree, farthest
 
 
 class Sending(NamedTuple):
-    """How to choose: `prices[k - 1]` is what k nodes cost beyond none, in tokens."""
+    """How to choose: `prices[k - 1]` is the price of k nodes, in tokens."""
 
     prices: tuple[float, ...]
     deepest: int
 
 
-SendingLater = Callable[[], Sending]  # worked out once there is time for it
+SendingLater = Callable[[], Sending]  # computed when the host has time for it
 
 
-def candidates(tree: Tree, deepest: int, most: int, alternatives: bool = True) -> list[int]:
-    """Which nodes could be verified, by their reach; parents come before children."""
+def likeliest_nodes(tree: Tree, deepest: int, most: int, alternatives: bool = True) -> list[int]:
+    """Return the nodes that may be verified, by falling reach; parents come before their children."""
     if not alternatives:
         return [n for n in tree.main_path() if tree.nodes[n].depth <= deepest][:most]
     taken, numbers = {ROOT}, list[int]()
@@ -40,13 +39,13 @@ def candidates(tree: Tree, deepest: int, most: int, alternatives: bool = True) -
 
 
 def sent(tree: Tree, sending: Sending) -> list[int]:
-    """The nodes that are verified, in their order in the tree."""
-    numbers = candidates(tree, sending.deepest, len(sending.prices))
+    """Return the nodes to verify, in the tree's order."""
+    numbers = likeliest_nodes(tree, sending.deepest, len(sending.prices))
     return sorted(numbers[: _worthwhile([tree.nodes[n].reach for n in numbers], sending.prices)])
 
 
 def _worthwhile(reaches: Sequence[float], prices: Sequence[float]) -> int:
-    """How many bring most beyond what they cost."""
+    """Return the number of nodes with the highest profit."""
     best, most, promised = 0, 0.0, 0.0
     for count, (reach, price) in enumerate(zip(reaches, prices, strict=False), start=1):
         promised += reach

@@ -1,7 +1,7 @@
 """One request in progress: its committed tokens, its limits, its end.
 
-Owns the token list; `commit` is the only place that appends to it, so stops, limits and the end token act alike whether
-a token came alone or in an accepted block.
+Owns the token list; does not decide what is drafted. Invariant: only `commit` appends tokens. So stops, limits and the
+end token act alike for a single token and for an accepted block.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from specbranch.core.trees import Growth, Tree
 
 Origin = Literal["target", "draft", "branch"]
 FinishReason = Literal["stop", "length", "error"]
-Watcher = Callable[[int], bool]  # told of each token appended; True ends the request (a stop string is complete)
-# Told of each round: what was ordered, what came back, how many tokens it added.
+Watcher = Callable[[int], bool]  # called with each appended token; True ends the request (a stop string is complete)
+# Called after each round with its orders, its reports, and the number of tokens it added.
 RoundWatcher = Callable[[Orders, Reports, int], None]
 
 
 class Session:
-    """Committed tokens of one request and what may still be added."""
+    """The committed tokens of one request, and how many may still follow."""
 
     def __init__(
         self, number: int, prompt: Sequence[int], request: Request, limit: int, watch: Watcher | None = None
     ) -> None:
-        """`limit` is the most tokens the sequence may have, prompt included."""
+        """Start with the prompt; `limit` is the most tokens the sequence may have, prompt included."""
         self.number = number
         self.request = request
         self.limit = min(limit, len(prompt) + request.params.max_tokens)
@@ -54,10 +54,10 @@ class Session:
         self.finished: FinishReason | None = None
         self.error: Exception | None = None
         self.stats = Stats()
-        self.on_round: RoundWatcher | None = None  # somebody who looks on
-        self.batch_size = 1  # sessions that decode beside it, itself included
-        self.now = 0.0  # on the executor's clock, when its last round ended
-        self.waited = 0.0  # seconds of rounds that passed without it, since it last took part
+        self.on_round: RoundWatcher | None = None
+        self.batch_size = 1  # live sessions, itself included
+        self.now = 0.0  # when its last round ended, on the executor's clock
+        self.waited = 0.0  # seconds of rounds that ran without it; see `take_waited`
         self._watch = watch
         self._ending = request.ending_ids
         self._sent = {"draft": 0, "target": 0}
@@ -75,11 +75,11 @@ class Session:
 
     @property
     def unsent(self) -> int:
-        """How many committed tokens the draft was not told yet."""
+        """How many committed tokens no draft order has contained yet."""
         return len(self.tokens) - self._sent["draft"]
 
     def draft(self, plan: Plan, pending: Branch = NOTHING) -> Draft | None:
-        """Order a draft after the pending chain, clipped to what could still be emitted; None if that is nothing."""
+        """Order a draft behind the pending chain, clipped to what can still be emitted; None if that is nothing."""
         length = min(plan.length, self.room - len(pending.tokens) - 1)
         if length < min(plan.length, 1):
             return None
@@ -89,35 +89,33 @@ class Session:
         )
 
     def grow(self, tree: Tree, growth: Growth, sending: SendingLater | None = None) -> Grow:
-        """Order a tree to be grown behind the committed text, no deeper than could still be emitted."""
+        """Order the draft to extend a tree behind the committed tokens, no deeper than can still be emitted."""
         self._drafts += 1
         within = growth if growth.deepest < self.room else replace(growth, deepest=self.room - 1)
         return Grow(self._context("draft"), tree, within, self._drafts, sending)
 
     def verify(self, pending: Branch = NOTHING, follows: Follows | None = None) -> Verify:
-        """Order the pending chain to be judged; `follows` as for the order."""
+        """Order a verify of the pending chain; `follows` as in `Verify`."""
         return Verify(self._context("target"), pending.tokens, None, pending.q, follows=self._unless_ended(follows))
 
     def verify_plainly(self) -> Verify:
-        """Order the next token, and say whether one more will be wanted."""
+        """Order the next token; `goes_on` says that one more will follow."""
         return Verify(self._context("target"), goes_on=self.room > 1)
 
     def verify_tree(self, tree: Tree, aside: Aside | None = None, follows: Follows | None = None) -> Verify:
-        """Order a tree to be judged, and what else is to be read with it; `follows` as for the order."""
+        """Order a verify of a tree, with `aside` rows in the same forward; `follows` as in `Verify`."""
         tokens, parents = tuple(n.token for n in tree.nodes), tuple(n.parent for n in tree.nodes)
         return Verify(self._context("target"), tokens, parents, aside=aside, follows=self._unless_ended(follows))
 
     def verify_given(self, tokens: Sequence[int]) -> Verify:
-        """Order tokens to be taken whatever the target would say, so that it tells how likely they are: nothing else is
-        allowed."""
+        """Order a verify that accepts given tokens, to get their log-probabilities: no other token is allowed."""
         *before, _ = tokens
         return Verify(self._context("target"), tuple(before), allowed=tuple(frozenset((token,)) for token in tokens))
 
     def commit(self, pending: Sequence[int], verdict: Verdict, foreseen: bool = False) -> int:
-        """Append the accepted ones of the pending tokens, then the target's own, up to the request's end; returns how
-        many were appended.
+        """Append the accepted pending tokens, then the bonus token, up to the request's end; returns how many.
 
-        `foreseen`: the draft had presumed this very outcome.
+        `foreseen`: the draft prepared a branch for this outcome.
         """
         tokens = [*(pending[node] for node in verdict.path), verdict.token]
         origins: list[Origin] = ["draft"] * len(verdict.path)
@@ -130,13 +128,13 @@ class Session:
                 return index + 1
         return len(tokens)
 
-    def rest(self) -> float:
-        """Return the seconds that passed without it since it was last asked."""
+    def take_waited(self) -> float:
+        """Return the seconds of rounds that ran without this session since the last call, and reset them."""
         waited, self.waited = self.waited, 0.0
         return waited
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error; what was emitted stays."""
+        """End the request with an error; it keeps its tokens."""
         self.error = error
         self.finished = "error"
 
@@ -146,17 +144,17 @@ class Session:
         return Context(base, (*self.tokens[base:], *pending), self.tokens)
 
     def _unless_ended(self, follows: Follows | None) -> Follows | None:
-        """Nothing follows on tokens that end the text. Both models may ask, which is worked out once."""
+        """Return `follows`, with None for tokens that end the request; each answer is computed once for both models."""
         if follows is None:
             return None
         after = follows
-        said: dict[tuple[int, ...], Following] = {}
+        known: dict[tuple[int, ...], Following] = {}
 
         def following(taken: tuple[int, ...]) -> Following:
-            if taken not in said:
+            if taken not in known:
                 ended = len(taken) >= self.room or not self._ending.isdisjoint(taken)
-                said[taken] = None if ended else after(taken)
-            return said[taken]
+                known[taken] = None if ended else after(taken)
+            return known[taken]
 
         return following
 

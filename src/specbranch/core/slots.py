@@ -1,8 +1,7 @@
-"""Who holds which KV slot in a cache: a committed prefix, and behind it a small tail in which every token names its
-parent.
+"""The KV slots of one sequence: a committed prefix, and behind it a small tail in which every token names its parent.
 
-Owns the bookkeeping of one sequence, not its memory. Invariant: token i of the prefix lies at KV slot i, and node j of
-the tail at KV slot `len(prefix) + j`, so a chain that is committed does not move.
+Owns the bookkeeping, not the memory. Invariant: token i of the prefix is at KV slot i, and node j of the tail at KV
+slot `len(prefix) + j`. So a chain does not move when it is committed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from itertools import pairwise
 from specbranch.errors import CacheFull
 
 ROOT = -1  # the end of the prefix, as a parent
-TAIL = 128  # KV slots behind the prefix: a pending chain of 10 and 6 lanes of 10 fit
+TAIL = 128  # KV slots behind the prefix
 
 Move = tuple[int, int]  # from KV slot, to KV slot
 
@@ -59,11 +58,12 @@ class Slots:
         return range(start, start + len(tokens))
 
     def keep(self, nodes: Sequence[int], commit: int) -> list[Move]:
-        """Keep only `nodes`, in ascending order; the first `commit` of them, a path from the root, join the prefix.
-        Returns the moves.
+        """Keep only `nodes`, in ascending order; returns the moves. The first `commit` of them, a path, join the
+        prefix.
 
         The others, each below the end of that path, are renumbered from 0. Moves go to lower KV slots in ascending
-        order, so they can be done one after the other in place."""
+        order, so they can be done one after the other in place.
+        """
         if not 0 <= commit <= len(nodes):
             raise ValueError(f"{commit} of {len(nodes)} nodes cannot be committed")
         renumbered = {node: at - commit for at, node in enumerate(nodes)}
@@ -89,12 +89,12 @@ class Slots:
                 )
 
     def truncate(self, length: int) -> None:
-        """Forget the tail, and the prefix beyond `length` tokens."""
+        """Drop the tail, and the prefix beyond `length` tokens."""
         self.keep((), 0)
         del self.prefix[length:]
 
     def slot_of(self, node: int) -> int:
-        """Where the node lies in the cache."""
+        """Return the KV slot of a node."""
         return len(self.prefix) + node
 
     @property
@@ -106,7 +106,7 @@ class Slots:
         return max(depths)
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root down to `node`, itself included."""
+        """Return the nodes from the root down to `node`, itself included."""
         path: list[int] = []
         while node != ROOT:
             path.append(node)
@@ -114,15 +114,15 @@ class Slots:
         return path[::-1]
 
     def position(self, node: int) -> int:
-        """The node's index in its sequence: how many tokens come before it."""
+        """Return the node's index in its sequence: how many tokens come before it."""
         return len(self.prefix) + len(self.path(node)) - 1
 
     def sequence(self, node: int) -> list[int]:
-        """All tokens up to and including `node`; ROOT gives the prefix."""
+        """Return all tokens up to and including `node`; ROOT gives the prefix."""
         return [*self.prefix, *(self.tokens[n] for n in self.path(node))]
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """The longest path of nodes from the root that carries the beginning of `tokens`."""
+        """Return the longest path of nodes from the root that carries the beginning of `tokens`."""
         best: list[int] = []
         paths: list[list[int]] = [[]]
         for token in tokens:

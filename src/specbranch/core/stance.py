@@ -1,8 +1,8 @@
-"""Whether a planned method drafts at all: by what it gave at the present load, beside what plain decoding gives there.
+"""The choice between planned and plain rounds, by the measured rates of both at each batch size.
 
-Owns both rates for each load, and when the other way is tried again. A plan prices the models' time; what planning
-itself takes, and all else that a host does for every session, is in no price and shows only here. Invariant: it goes by
-times and numbers of tokens alone.
+Owns both rates for each load, and when the other way is tried again. A plan only prices the models' time. What planning
+itself costs on the host is in no price, and shows only here. Invariant: the choice depends on times and numbers of
+tokens alone.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
-PLANNED, PLAINLY = False, True
-TRIAL = {PLANNED: 24, PLAINLY: 8}  # rounds of a session in which the other way is tried
-BEGINNING = 48  # planned rounds before plain decoding is tried
-MANY = (
-    8  # sessions at once that begin with plain decoding: there a host's planning most often takes more than it brings
-)
-ENOUGH, AMONG = 8, 4  # rounds after which a trial may end early, and of how many sessions at most
-HOPELESS = 0.8  # part of the better way's rate that such a trial is below
-SPAN, MOST_SPAN = 64, 4096  # rounds before the other way is tried again
-LONGER = {True: 4, False: 2}  # times as many whenever it was worse again: by whether it was hopeless
-TRYING = 0.01  # share of the time that may be lost by trying
-BELIEVED = 1024  # rounds that are decoded in the way that an earlier process found better, before it is looked at again
-LEFT_OUT = 2  # rounds after a change: what was begun ends, and a draft reads what it has missed
+PLANNED, PLAINLY = False, True  # the two ways to decode
+TRIAL = {PLANNED: 24, PLAINLY: 8}  # rounds of each session in a trial of the other way, by that way
+BEGINNING = 48  # planned rounds of each session before the first trial of plain decoding
+MANY = 8  # batch size from which on a new load starts with plain decoding: planning on the host costs most there
+ENOUGH, AMONG = 8, 4  # a hopeless trial may end after ENOUGH rounds of each session, of at most AMONG sessions
+HOPELESS = 0.8  # share of the better way's rate below which a trial is hopeless
+SPAN, MOST_SPAN = 64, 4096  # rounds of each session between two trials: at first, and at most
+LONGER = {True: 4, False: 2}  # factor on these rounds after a trial that lost, by whether it was hopeless
+TRYING = 0.01  # share of the seconds that trials may lose
+BELIEVED = 1024  # rounds of each session, at most, before a saved choice is tried again
+LEFT_OUT = 2  # rounds of each session after a change that do not count: earlier work ends, and the draft catches up
 LATELY = 256  # rounds over which a rate is measured
-SLOW = 4.0  # a round counts at most so many times the middle one: something may be set up in it
+SLOW = 4.0  # factor on the median seconds of a round: a round counts at most that long, as it may include a setup
 MostPlain = Callable[[int], float]  # tokens a second of plain decoding, at the most, of each of so many sessions
 Findings = dict[int, tuple[bool, int]]  # by load: whether plain decoding was faster, and how long that is believed
 

@@ -1,7 +1,7 @@
-"""What a request did; every metric is defined here and nowhere else. What became of its drafted tokens goes by `fates`.
+"""Counters of a request; every metric is defined here and nowhere else. The fates of drafted tokens are in `fates`.
 
-Invariants: drafted = accepted + rejected + siblings + losing + dropped + unused (`check`); what `Stats.summary` tells,
-`Stats.from_summary` has back, so requests are added up here, too.
+Invariants: drafted = accepted + rejected + siblings + losing + dropped + unused (`check`). `Stats.from_summary`
+restores what `Stats.summary` returns, so requests are added up here, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAME_NAME = (
     *("rounds_overlapped", "rounds_begun", "rounds_without_draft", "draft_restarts"),
     *("prompt_tokens_read", "prompt_tokens_cached", "draft_prompt_tokens_read", "draft_prompt_tokens_cached"),
 )
-AS_THEY_ARE = {  # fields that a summary tells as they are, and what it calls them
+AS_THEY_ARE = {  # fields that a summary has unchanged, and their names there
     "emitted": "tokens",
     "branch_hits_other": "branch_hits_other_head",
     "both_busy": "both_busy_seconds",
@@ -33,8 +33,10 @@ AS_THEY_ARE = {  # fields that a summary tells as they are, and what it calls th
 
 @dataclass(slots=True)
 class Stats(Fates):
-    """Counters of one request, the fates of its drafted tokens among them. Prefill (up to the first token) is kept
-    apart from decoding."""
+    """Counters of one request, the fates of its drafted tokens among them.
+
+    Prefill (up to the first token) counts apart.
+    """
 
     emitted: int = 0
     target_forwards: int = 0  # decoding only
@@ -43,35 +45,35 @@ class Stats(Fates):
     rounds_rejected_inside: int = 0
     rejections: int = 0  # rounds in which a token of the main path was rejected
     branch_points: int = 0
-    branch_points_reached: int = 0  # those whose presumed tokens were all accepted, so that they could be hit
+    branch_points_reached: int = 0  # those whose presumed tokens were all accepted, so that a hit was possible
     branch_hits: int = 0
     branch_hits_other: int = 0  # on a head that was not the first
-    hits_at: list[int] = field(default_factory=list)  # by how many tokens were taken before the head
+    hits_at: list[int] = field(default_factory=list)  # by the number of accepted tokens before the head
     tested_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    rounds_overlapped: int = 0  # target forwards beside which a draft worked
-    rounds_begun: int = 0  # rounds for which the draft had read something while the target verified the one before
-    rounds_without_draft: int = 0  # target forwards during or before which the worker was lost
+    rounds_overlapped: int = 0  # target forwards during which the draft worked
+    rounds_begun: int = 0  # rounds for which the draft had worked during the verify before
+    rounds_without_draft: int = 0  # target forwards during or before which the draft was lost
     draft_restarts: int = 0
-    prompt_tokens_read: int = 0  # by the target, as a prompt: all but the last token, which is a step
-    prompt_tokens_cached: int = 0  # that the target took from the prefix cache instead
+    prompt_tokens_read: int = 0  # prefilled by the target: all but the last token, which is a decode step
+    prompt_tokens_cached: int = 0  # taken from the target's prefix cache instead
     draft_prompt_tokens_read: int = 0
     draft_prompt_tokens_cached: int = 0
-    queued: float = 0.0  # seconds before it was started
+    queued: float = 0.0  # seconds in the queue
     started: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
     draft_busy: float = 0.0  # decoding only, like the next
     target_busy: float = 0.0
-    both_busy: float = 0.0  # of the target's, while the draft worked, too
-    # The kinds of round of a planned method, such as "chain" or "hedged": tokens emitted before it, kind.
+    both_busy: float = 0.0  # seconds in which both models worked
+    # Changes of the kind of round, such as "chain" or "hedged": tokens emitted before the change, new kind.
     choices: list[tuple[int, str]] = field(default_factory=list)
     _lost: bool = False  # since the last target forward
     _rejected: bool = False  # by the last verdict
 
     @property
     def by_method(self) -> dict[str, int]:
-        """Tokens emitted by each kind of round of a planned method; nothing of other methods."""
+        """Tokens emitted by each kind of round of a planned method; empty for other methods."""
         counts: dict[str, int] = {}
         for (at, kind), (end, _) in pairwise([*self.choices, (self.emitted, "")]):
             counts[kind] = counts.get(kind, 0) + end - at
@@ -93,21 +95,21 @@ class Stats(Fates):
         return max(self.decode_seconds - self.draft_busy - self.target_busy + self.both_busy, 0.0)
 
     def begin(self, read: bool) -> None:
-        """Note that a round begins, and whether the draft has read something for it already."""
+        """Count a round; `read`: the draft has worked for it already."""
         self.rounds_begun += read
 
     def chose(self, kind: str) -> None:
-        """Note that the planner goes on with a kind of round."""
+        """Note the kind of the next round."""
         if not self.choices or self.choices[-1][1] != kind:
             self.choices.append((self.emitted, kind))
 
     def take(self, reports: Reports) -> None:
-        """Count what was drafted, or that the worker was lost."""
+        """Count the drafted tokens, or that the draft was lost."""
         self.drafted += sum([len(branch.tokens) for branch in reports.branches])
         self._lost |= reports.draft_lost
 
     def note_prompt(self, session: int, reports: Reports) -> None:
-        """Count what both models read of the prompt, and what they had no need to read."""
+        """Count prompt tokens that both models prefilled, and those from the prefix cache."""
         target, draft = (
             span.prompts.get(session, NO_PREFILL) if span is not None else NO_PREFILL
             for span in (reports.verifying, reports.drafting)
@@ -118,8 +120,10 @@ class Stats(Fates):
         self.draft_prompt_tokens_cached += draft.cached
 
     def judge(self, pending: Branch, verdict: Verdict, taken: int | None = None) -> None:
-        """Count what a verdict did to the pending chain. `taken` tokens of it were emitted; beyond the request's end
-        they are unused."""
+        """Count what a verdict decided of the pending chain.
+
+        `taken` tokens of it were emitted; those beyond the request's end are unused.
+        """
         accepted = len(verdict.path)
         ended = taken is not None and taken <= accepted
         good = taken if taken is not None and ended else accepted
@@ -129,8 +133,7 @@ class Stats(Fates):
         self._verified(good, good, missed=good < sent and not ended)
 
     def settle(self, branches: tuple[Branch, ...], kept: Branch | None, accepted: int, ended: bool = False) -> None:
-        """Count what became of the branches drafted beside a verification: one kept, or the first one voided and the
-        others lost."""
+        """Count the branches drafted during a verify: one was hit, or the first is rejected and the others lost."""
         if not branches:
             return
         survivor = len(branches[0].tokens if kept is None else kept.tokens)
@@ -147,16 +150,16 @@ class Stats(Fates):
             self._hit(kept.after, kept is next(b for b in branches if b.after == kept.after))
 
     def end_round(self) -> None:
-        """Count whether the round that a verdict ended was without its draft."""
+        """End a round: count it if the draft was lost in it."""
         self.rounds_without_draft += self._lost
         self._lost = False
 
     def judge_tree(self, tree: Tree, sent: Sequence[int], path: Sequence[int], hit: int | None, taken: int) -> None:
-        """Count what a verdict did to a tree: `sent` was verified, `path` accepted, then the target said the token of
-        `hit`.
+        """Count what a verdict decided of a tree: `sent` was verified, `path` accepted, `hit` is the bonus token's
+        node.
 
-        `taken` tokens were emitted; beyond the request's end they are unused. What was drafted and not sent counts when
-        it is thrown away.
+        `taken` tokens were emitted; those beyond the request's end are unused. Drafted tokens that were not verified
+        count when they are dropped.
         """
         ended = taken <= len(path)
         good = min(taken, len(path))
@@ -176,14 +179,14 @@ class Stats(Fates):
         self.add(fates)
 
     def abandon_tree(self, tree: Tree) -> None:
-        """Count what was left when the request ended."""
-        left = sum(node.fed and not node.sent for node in tree.nodes)
+        """Count the drafted tokens that are left when a tree is dropped."""
+        left = sum(node.scored and not node.sent for node in tree.nodes)
         self.drafted += left
         self.unused += left
 
     def _verified(self, good: int, followed: int, missed: bool) -> None:
-        """Count a verdict that accepted `good` tokens. The main path was `followed` so far, and then `missed` unless
-        it ended there."""
+        """Count a verdict that accepted `good` tokens: `followed` of them on the main path, then a rejection if
+        `missed`."""
         self.target_forwards += 1
         self.rounds_all_accepted += not missed and good > 0
         self.rounds_rejected_inside += missed and good > 0
@@ -199,14 +202,14 @@ class Stats(Fates):
             self.tested_at[followed] += 1
 
     def _hit(self, after: int, on_first: bool) -> None:
-        """Count a branch that was hit."""
+        """Count a branch hit."""
         self.branch_hits += 1
         self.branch_hits_other += not on_first
         self.hits_at += [0] * (after + 1 - len(self.hits_at))
         self.hits_at[after] += 1
 
     def clock(self, reports: Reports) -> None:
-        """Add the time both models worked in a decoding round."""
+        """Add the seconds that both models worked in a decoding round."""
         drafting, verifying = reports.drafting, reports.verifying
         self.draft_busy += _seconds(drafting)
         self.target_busy += _seconds(verifying)
@@ -215,7 +218,7 @@ class Stats(Fates):
             self.both_busy += max(min(drafting.end, verifying.end) - max(drafting.start, verifying.start), 0.0)
 
     def check(self) -> None:
-        """Raise if a drafted token went missing."""
+        """Raise if a drafted token is missing in the count."""
         if self.total != self.drafted:
             raise AssertionError(f"{self.drafted} drafted, but {self.total} accounted for: {self}")
 
@@ -265,12 +268,14 @@ class Stats(Fates):
 
     @classmethod
     def from_summary(cls, summary: Mapping[str, Any]) -> Self:
-        """Build from what `summary` told, the clock beginning at 0; what is not told (methods from outside and earlier
-        versions tell less) is 0."""
+        """Build from a summary, with a clock that starts at 0.
+
+        Missing values count as 0: other engines and earlier versions report fewer.
+        """
         counts = {**summary, **summary.get("rollback", {})}
         plain: dict[str, Any] = {name: counts.get(public) or 0 for name, public in AS_THEY_ARE.items()}
         first, decode = summary["ttft_seconds"], summary["decode_seconds"]
-        tells_positions = "accepted_by_position" in summary  # earlier versions told only what was tested
+        tells_positions = "accepted_by_position" in summary  # earlier versions had only what was tested
         return cls(
             **plain,
             first_token=first,
@@ -284,8 +289,10 @@ class Stats(Fates):
         )
 
     def go_on_with(self, other: Stats) -> None:
-        """Count another request as if this one had gone on with it: its first token ends a prefill, like the first
-        one here, and is no decoded one."""
+        """Add another request as if this one had continued with it.
+
+        The other's first token ends a prefill, like the first one here, so it does not count as decoded.
+        """
         before = max(self.emitted - 1, 0)
         self.choices += [(at + before, kind) for at, kind in other.choices]
         self.emitted += max(other.emitted - 1, 0)
@@ -295,7 +302,7 @@ class Stats(Fates):
             setattr(self, name, _added(getattr(self, name), getattr(other, name)))
 
 
-# What adds up is found by its kind, so that a new counter is not forgotten; flags are of the round at hand.
+# Summed fields are found by type, so that a new counter is not forgotten; flags are of the present round.
 SUMMED = tuple(one.name for one in fields(Stats) if type(one.default) in (int, float) and one.name != "emitted")
 SUMMED_BY_POSITION = tuple(one.name for one in fields(Stats) if one.default_factory is list and one.name != "choices")
 
@@ -309,7 +316,7 @@ def _added(one: Iterable[int], other: Iterable[int]) -> list[int]:
 
 
 def _choices(counts: Mapping[str, int], emitted: int) -> list[tuple[int, str]]:
-    """Return kinds of round that would come to these counts, one after the other."""
+    """Return changes of kind that would give these counts, one after the other."""
     ends = accumulate(counts.values(), initial=emitted - sum(counts.values()))
     return list(zip(ends, counts, strict=False))
 

@@ -1,8 +1,8 @@
-"""What happened when: spans of drafting and verifying, round by round; written as JSON lines or as a Chrome trace.
+"""Traces: spans of drafting and verifying, round by round, written as JSON lines or as a Chrome trace.
 
-Owns the record of a run, not its timing: spans come from the executor's clock. What became of a drafted token is told
-by the rounds after it; `traces.rounds` reads that off. A tree's tokens are followed here, from the round that gave them
-to the verdict that settles them.
+Owns the record of a run, not its timing: spans come from the executor's clock. What became of a drafted token follows
+from later rounds; `traces.rounds` works that out. A tree's tokens are followed here, from the round that added them to
+the verdict that settles them. Invariant: recording changes nothing in a run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from specbranch.core.trees import NO_TREE, Node, Tree, below, marked
 
 Who = Literal["draft", "target"]
 TracePath = tuple[int, ...]  # tokens behind the committed text
-THREADS: dict[Who, int] = {"target": 1, "draft": 2}  # of a Chrome trace, where 0 stands for an idle processor
+THREADS: dict[Who, int] = {
+    "target": 1,
+    "draft": 2,
+}  # thread numbers of a Chrome trace; it reserves 0 for an idle processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +36,16 @@ class Event:
     who: Who
     start: float
     end: float
-    rows: int  # fed to the model
+    rows: int  # that the model computed
     pending: int  # tokens under verification in this round
     accepted: int | None = None  # of them, if this is a verification
     branches: tuple[int, ...] = ()  # drafted tokens of each branch
-    kept: int | None = None  # which branch the verdict hit
-    tokens: tuple[int, ...] = ()  # target: those accepted, then its own; draft: the head of each branch
-    refused: tuple[int, ...] = ()  # pending tokens that the target did not take
-    # Of a tree: the rounds that gave the accepted tokens, then the round that gave the target's own if it was foreseen.
+    kept: int | None = None  # the index of the branch that the verdict hit
+    tokens: tuple[int, ...] = ()  # target: the accepted ones, then the bonus token; draft: the head of each branch
+    refused: tuple[int, ...] = ()  # rejected pending tokens
+    # Of a tree: the rounds that added the accepted tokens, then the one that added the bonus token, if it was drafted.
     used: tuple[int, ...] = ()
-    settled: tuple[Settled, ...] | None = None  # of a tree: the others by the round that gave them
+    settled: tuple[Settled, ...] | None = None  # of a tree: the other tokens, by the round that added them
 
     @property
     def seconds(self) -> float:
@@ -95,9 +98,9 @@ class Trace:
 
 
 class _Followed:
-    """A session's tree from round to round, and the round that gave each of its nodes.
+    """A session's tree from round to round, and the round that added each of its nodes.
 
-    What was looked up and given to the draft in no round is met when it is verified.
+    Looked-up tokens that no draft order contained count from the round that verifies them.
     """
 
     def __init__(self) -> None:
@@ -105,12 +108,12 @@ class _Followed:
         self._given: dict[TracePath, int] = {}  # by the tokens that lead to a node
 
     def see(self, tree: Tree, number: int) -> None:
-        """Take in a tree as it is after a round."""
+        """Note the tree after a round."""
         self._tree = tree
         self._given = {path: self._given.get(path, number) for path in _paths(tree)}
 
     def judge(self, order: Verify, verdict: Verdict, number: int) -> tuple[tuple[int, ...], tuple[Settled, ...]]:
-        """Tell what a verdict decides, and go on with what it leaves."""
+        """Return what a verdict decides, and keep the tree that it leaves."""
         sent = self._send(order, number)
         tree, given = self._tree, list(self._given.values())
         path = [sent[node] for node in verdict.path]
@@ -125,7 +128,7 @@ class _Followed:
         return used, tuple(settled)
 
     def _send(self, order: Verify, number: int) -> list[int]:
-        """Mark what is verified; returns its nodes."""
+        """Mark the verified nodes; returns their numbers."""
         nodes, numbers = list(self._tree.nodes), {path: number for number, path in enumerate(self._given)}
         part = Tree(tuple(Node(token, order.parent(at), 0.0, 0.0, 0) for at, token in enumerate(order.tokens)))
         paths = _paths(part)
@@ -140,7 +143,7 @@ class _Followed:
 
 
 def _paths(tree: Tree) -> list[TracePath]:
-    """The tokens that lead to each node, itself included."""
+    """Return the tokens that lead to each node, itself included."""
     paths: list[TracePath] = []
     for node in tree.nodes:
         paths.append((*(() if node.parent == ROOT else paths[node.parent]), node.token))
@@ -157,8 +160,10 @@ def _branched(reports: Reports) -> dict[str, Any]:
 
 
 def _grown(orders: Orders, reports: Reports) -> dict[str, Any]:
-    """A tree as branches: each open end of what is verified with what was read behind it. The one kept is the one
-    that the verdict hit."""
+    """Describe a tree as branches: each open end of the verified nodes with the drafted nodes behind it.
+
+    The kept branch is the one that the verdict hit.
+    """
     tree = reports.tree or NO_TREE
     points = branch_points(tree)
     heads = [n for n, node in enumerate(tree.nodes) if not node.sent and node.parent in points]
@@ -166,9 +171,9 @@ def _grown(orders: Orders, reports: Reports) -> dict[str, Any]:
     for n, node in enumerate(tree.nodes):
         if n not in top and node.parent in top:
             top[n] = top[node.parent]
-            sizes[top[n]] += node.fed
+            sizes[top[n]] += node.scored
     kept = _hit(orders, reports, tree)
-    grown = [head for head in heads if tree.nodes[head].fed]
+    grown = [head for head in heads if tree.nodes[head].scored]
     if kept is not None and kept not in grown:
         grown.append(kept)
     return {
@@ -179,7 +184,7 @@ def _grown(orders: Orders, reports: Reports) -> dict[str, Any]:
 
 
 def _hit(orders: Orders, reports: Reports, tree: Tree) -> int | None:
-    """The node of a tree that the target's own token fell on."""
+    """Return the node of the bonus token, or None."""
     if reports.verdict is None or orders.verify is None:
         return None
     here = ROOT

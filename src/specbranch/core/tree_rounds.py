@@ -1,9 +1,8 @@
-"""Rounds over a tree: the draft grows it, the target verifies the part that promises most, both at once where that
-pays.
+"""Rounds over a draft tree: the draft extends it, the target verifies the nodes with the highest expected gain.
 
-Owns the order of growing and verifying; what to grow and to send is the `Planner`'s choice. Invariant: the session
-receives only what the verdict says; what is left of the tree afterwards hangs below exactly that. What is learned and
-counted of a round is put off until the models work again, so a plan knows nothing yet of the round just before it.
+Owns the order of drafting and verifying; which nodes and how many is the `Planner`'s choice. Invariant: the session
+receives only what the verdict says, and the tree that is kept is the subtree below the verdict's last token. Learning
+and counting is deferred until the models work again, so a plan does not know the round just before it yet.
 """
 
 from __future__ import annotations
@@ -12,129 +11,150 @@ from collections.abc import Generator
 from typing import Any
 
 from specbranch.core.market import LaneGrant, RowGrant
-from specbranch.core.orders import Meanwhile, Orders, Reports
+from specbranch.core.orders import Deferred, Orders, Reports
 from specbranch.core.planner import Planner
-from specbranch.core.rounds import MethodRounds, prefill
+from specbranch.core.rounds import MethodRounds, prefill, verdict_of
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Growth, Tree, below, chosen, marked
 
-TreeRound = Generator[Any, Any, Tree]  # orders and offers for reports and grants, as of a method; the tree that is left
+TreeRound = Generator[Any, Any, Tree]  # yields Orders and Offers, is sent Reports and Grants, returns the tree kept
 
 
-def growing(session: Session, planner: Planner) -> MethodRounds:
-    """Decode a request: grow while that pays, verify the best of the tree, and grow on meanwhile where both models
-    can work at once."""
-    # In a batch, or where plain decoding is faster, a draft may never be asked: it reads the prompt when it first is.
-    alone = session.batch_size == 1 and not planner.plainly(1)
-    yield from prefill(session, planner.experience.has_draft and alone)
-    meanwhile = Meanwhile()
+def decode_tree(session: Session, planner: Planner) -> MethodRounds:
+    """Decode a request by draft trees; both models work at once where that pays."""
+    # Prefill of the draft waits for its first order: in a batch, or where plain decoding is faster, none may ever come.
+    prefills_draft = session.batch_size == 1 and not planner.choose_plain(1)
+    yield from prefill(session, planner.experience.has_draft and prefills_draft)
+    deferred = Deferred()
     try:
-        yield from _decoding(session, planner, meanwhile)
+        yield from _decode(session, planner, deferred)
     finally:
-        meanwhile()  # what was put off in the last round
+        deferred.run()  # the tasks of the last round
 
 
-def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> MethodRounds:
+def _decode(session: Session, planner: Planner, deferred: Deferred) -> MethodRounds:
+    """Decode behind the first token, a plain or a planned round at a time."""
     tree = NO_TREE
     while not session.finished:
-        batch_size, begun, emitted = session.batch_size, session.now, session.stats.emitted
-        plainly = planner.plainly(batch_size)
-        if plainly:
-            meanwhile.add(session.stats.abandon_tree, tree)
-            yield from _plain_round(session, planner, meanwhile)
+        batch_size, last_end, emitted = session.batch_size, session.now, session.stats.emitted
+        plain = planner.choose_plain(batch_size)
+        if plain:
+            deferred.add(session.stats.abandon_tree, tree)  # a plain round keeps no tree
+            yield from _plain_round(session, planner, deferred)
             tree = NO_TREE
         else:
-            tree = yield from _planned_round(session, planner, tree, meanwhile)
-        planner.passed(batch_size, plainly, session.stats.emitted - emitted, session.now - begun)
-    meanwhile.add(session.stats.abandon_tree, tree)
+            tree = yield from _planned_round(session, planner, tree, deferred)
+        planner.record_round(batch_size, plain, session.stats.emitted - emitted, session.now - last_end)
+    deferred.add(session.stats.abandon_tree, tree)
 
 
-def _planned_round(session: Session, planner: Planner, tree: Tree, meanwhile: Meanwhile) -> TreeRound:
+def _planned_round(session: Session, planner: Planner, tree: Tree, deferred: Deferred) -> TreeRound:
+    """Draft while the target waits if that pays, then verify, and draft on during the verify if that pays."""
     planner.begin(len(session.tokens), session.batch_size)
-    session.stats.begin(tree.read)
-    tree = planner.looked_up(tree)
-    offered = planner.lane_offer(tree, session.unsent) if session.room > 1 else None
-    may: LaneGrant = (yield offered) if offered else LaneGrant(False)
-    if growth := _within(session, planner.while_waiting(tree, session.unsent, may)):
-        orders = Orders(draft=session.grow(tree, growth, planner.sending(session.room)))
+    session.stats.begin(tree.root_scored)
+    tree = planner.with_lookup(tree)
+    offer = planner.lane_offer(tree, session.unsent) if session.room > 1 else None
+    may_draft: LaneGrant = (yield offer) if offer else LaneGrant(False)
+    before = _if_room(session, planner.plan_draft_before_verify(tree, session.unsent, may_draft))
+    if before:
+        orders = Orders(draft=session.grow(tree, before, planner.sending(session.room)))
         reports = yield orders
-        tree = _grown(session, planner, tree, orders, reports)
+        tree = _take_tree(session, planner, tree, orders, reports)
     candidates = planner.candidates(tree, session.room)
-    grant: RowGrant = yield planner.row_offer(tree, candidates)
-    sent = sorted(candidates[: grant.count])
-    tree = marked(tree, sent)
-    # What is begun with a verdict is begun sooner than a draft beside the target can help.
-    begins = growth is None and planner.looks_up(tree, sent)
-    growth = None if begins else _within(session, planner.while_verifying(tree, grant))
-    follows = None if growth else planner.follows(tree, session.unsent)
-    verify = session.verify_tree(chosen(tree, sent), follows=follows)
-    orders = Orders(session.grow(tree, growth) if growth else None, verify, meanwhile)
-    meanwhile.add(_count_kind, session, tree, sent, growth)
+    rows: RowGrant = yield planner.row_offer(tree, candidates)
+    to_verify = sorted(candidates[: rows.count])  # in the tree's order
+    tree = marked(tree, to_verify)
+    during = _plan_during(session, planner, tree, to_verify, rows, drafted=before is not None)
+    orders = _verify_orders(session, planner, tree, to_verify, during, deferred)
+    deferred.add(_count_kind, session, tree, to_verify, during)
     reports = yield orders
-    meanwhile()
-    return _absorb(session, planner, sent, _grown(session, planner, tree, orders, reports), orders, reports, meanwhile)
+    deferred.run()
+    tree = _take_tree(session, planner, tree, orders, reports)
+    return _absorb(session, planner, tree, to_verify, orders, reports, deferred)
 
 
-def _plain_round(session: Session, planner: Planner, meanwhile: Meanwhile) -> TreeRound:
-    """A round without a plan: the target's next token."""
-    orders = Orders(verify=session.verify_plainly(), meanwhile=meanwhile)
-    meanwhile.add(_count_kind, session, NO_TREE, [], None)
+def _plan_during(
+    session: Session, planner: Planner, tree: Tree, to_verify: list[int], rows: RowGrant, drafted: bool
+) -> Growth | None:
+    """Plan what the draft does during the verify; None: nothing.
+
+    Behind a path of looked-up tokens the device launches the next round with the verdict. That saves more than drafting
+    during the verify can.
+    """
+    if not drafted and planner.launches_lookup(tree, to_verify):
+        return None
+    return _if_room(session, planner.plan_draft_during_verify(tree, rows))
+
+
+def _verify_orders(
+    session: Session, planner: Planner, tree: Tree, to_verify: list[int], during: Growth | None, deferred: Deferred
+) -> Orders:
+    """Order nodes to be verified, and the tree to be extended meanwhile; otherwise say what can be launched ahead."""
+    follows = None if during else planner.launch_ahead(tree, session.unsent)
+    verify = session.verify_tree(chosen(tree, to_verify), follows=follows)
+    return Orders(draft=session.grow(tree, during) if during else None, verify=verify, deferred=deferred)
+
+
+def _plain_round(session: Session, planner: Planner, deferred: Deferred) -> TreeRound:
+    """Decode one token of the target, without a plan."""
+    orders = Orders(verify=session.verify_plainly(), deferred=deferred)
+    deferred.add(_count_kind, session, NO_TREE, [], None)
     reports = yield orders
-    meanwhile()
-    return _absorb(session, planner, [], NO_TREE, orders, reports, meanwhile)
+    deferred.run()
+    return _absorb(session, planner, NO_TREE, [], orders, reports, deferred)
 
 
-def _within(session: Session, growth: Growth | None) -> Growth | None:
-    """The growth as planned; none where one token is left to say, which the target says by itself."""
+def _if_room(session: Session, growth: Growth | None) -> Growth | None:
+    """Return the plan, or None if only one token may still be generated: the target adds that one itself."""
     return growth if session.room > 1 else None
 
 
-def _grown(session: Session, planner: Planner, tree: Tree, orders: Orders, reports: Reports) -> Tree:
-    """Take in what was drafted; the old tree if the draft was lost."""
+def _take_tree(session: Session, planner: Planner, tree: Tree, orders: Orders, reports: Reports) -> Tree:
+    """Return the tree as the draft has extended it, or the old one if the draft was lost.
+
+    Times of a round with a verdict are recorded once the verdict is committed.
+    """
     session.stats.take(reports)
     if orders.verify is None:
-        planner.note(orders, reports, 0, session.rest())
+        planner.record_forwards(orders, reports, 0, session.take_waited())
     return tree if reports.tree is None else reports.tree
 
 
 def _absorb(
     session: Session,
     planner: Planner,
-    sent: list[int],
     tree: Tree,
+    verified: list[int],
     orders: Orders,
     reports: Reports,
-    meanwhile: Meanwhile,
+    deferred: Deferred,
 ) -> Tree:
-    """Commit a verdict; returns what is left of the tree: what hangs below the target's own token."""
-    verdict = reports.verdict
-    if verdict is None:
-        raise ValueError("the executor reported no verdict for a verify order")
-    path = [sent[node] for node in verdict.path]
-    hit = tree.child(path[-1] if path else ROOT, verdict.token)
-    taken = session.commit([tree.nodes[n].token for n in sent], verdict, hit is not None)
-    ended = taken <= len(path)
+    """Commit a verdict; returns the subtree below the bonus token."""
+    verdict = verdict_of(reports)
+    path = [verified[node] for node in verdict.path]
+    bonus = tree.child(path[-1] if path else ROOT, verdict.token)  # None: the tree does not have it
+    taken = session.commit([tree.nodes[n].token for n in verified], verdict, bonus is not None)
+    ended_on_path = taken <= len(path)  # the request ended before the bonus token
+    last_token = tree.nodes[path[taken - 1]].token if ended_on_path else verdict.token
     session.stats.end_round()
-    meanwhile.add(session.stats.judge_tree, tree, sent, path, hit, taken)
-    meanwhile.add(
-        planner.observe, tree, path[: taken - 1], tree.nodes[path[taken - 1]].token if ended else verdict.token
-    )
-    planner.note(orders, reports, taken, session.rest())
-    return below(tree, hit) if hit is not None and not ended else NO_TREE
+    deferred.add(session.stats.judge_tree, tree, verified, path, bonus, taken)
+    deferred.add(planner.record_verdict, tree, path[: taken - 1], last_token)
+    planner.record_forwards(orders, reports, taken, session.take_waited())
+    return below(tree, bonus) if bonus is not None and not ended_on_path else NO_TREE
 
 
-def _count_kind(session: Session, tree: Tree, sent: list[int], growth: Growth | None) -> None:
-    session.stats.chose(_kind(tree, sent, growth))
+def _count_kind(session: Session, tree: Tree, verified: list[int], during: Growth | None) -> None:
+    session.stats.chose(_kind(tree, verified, during))
 
 
-def _kind(tree: Tree, sent: list[int], growth: Growth | None) -> str:
-    """What a round amounts to, as a word for statistics."""
-    if growth is not None:
+def _kind(tree: Tree, verified: list[int], during: Growth | None) -> str:
+    """Return the kind of a round, as a word for statistics; "hedged": the draft worked during the verify."""
+    if during is not None:
         return "hedged"
-    if not sent:
+    if not verified:
         return "plain"
-    main_path = tree.main_path(sent)
+    main_path = tree.main_path(verified)
     if all(tree.nodes[n].look for n in main_path):
         return "lookup"
-    return "chain" if len(main_path) == len(sent) else "tree"
+    return "chain" if len(main_path) == len(verified) else "tree"

@@ -1,9 +1,8 @@
-"""A tree of drafted tokens and what it promises: which of them to verify, which to read on from, what is left of it
-after a verdict.
+"""A draft tree and its expected gain: which nodes to verify, which to extend, what remains after a verdict.
 
-Owns the values and the arithmetic; nothing here calls a model. A node's *chance* is how likely the target takes it once
-it has taken its parent, its *reach* how likely it takes all on the way to it. Invariant: a parent comes before its
-children, and reaches at least as far.
+Owns the values and the arithmetic; nothing here calls a model. A node's *chance* is the probability that the target
+accepts it after its parent; its *reach* is the probability that the target accepts the whole path to it. Invariant: a
+parent comes before its children, and has at least their reach.
 """
 
 from __future__ import annotations
@@ -17,20 +16,19 @@ from typing import NamedTuple
 
 from specbranch.core.slots import ROOT
 
-# between classes of what a draft says
+# borders between the classes of a draft's probability
 EDGES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 CLASSES = len(EDGES) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Chances:
-    """How often the target takes a draft's first candidate, and any other, by the probability that the draft itself
-    gives it."""
+    """Acceptance rates of a draft's first candidate, and of its others, by class of the draft's probability."""
 
     first: tuple[float, ...]
     other: tuple[float, ...]
-    looked: tuple[float, ...]  # of what was looked up and the draft does not name, by `look_class`
-    # added to the log-odds of a draft's candidate that was looked up, too
+    looked: tuple[float, ...]  # of looked-up tokens that are none of the draft's candidates, by `look_class`
+    # added to the log-odds of a candidate that lookup proposes, too, by `look_class`
     shifts: tuple[float, ...]
 
     def of(self, rank: int, said: float) -> float:
@@ -38,32 +36,32 @@ class Chances:
         return (self.other if rank else self.first)[class_of(said)]
 
 
-# what a draft says of a token that was looked up: nothing yet, the first, among others, not a word
-UNREAD, FIRST, OTHER, ABSENT = range(4)
+# where a looked-up token stands with the draft: position not scored; first candidate; another one; none of them
+NOT_SCORED, FIRST, OTHER, ABSENT = range(4)
 STANDINGS = 4
-MATCHES = (2, 3, 4, 5, 9, 17)  # between classes of how many words match before it
+MATCHES = (2, 3, 4, 5, 9, 17)  # borders between the classes of match length, in tokens
 LOOKS = len(MATCHES) + 1
 
 
 def match_class(words: int) -> int:
-    """Return the class of a match, 1 to LOOKS."""
+    """Return the class of a match of so many tokens, 1 to LOOKS."""
     return bisect_right(MATCHES, words) + 1
 
 
 def look_class(look: int, standing: int) -> int:
-    """Return the class of a looked-up token: by that of its match, and what the draft says."""
+    """Return the class of a looked-up token: by the class of its match, and its standing with the draft."""
     return (look - 1) * STANDINGS + standing
 
 
-def standing(node: Node, parent_read: bool) -> int:
-    """Return what the draft says of a looked-up token."""
+def standing(node: Node, parent_scored: bool) -> int:
+    """Return a looked-up token's standing with the draft."""
     if node.said > 0.0:
         return OTHER if node.rank else FIRST
-    return ABSENT if parent_read else UNREAD
+    return ABSENT if parent_scored else NOT_SCORED
 
 
 def class_of(said: float) -> int:
-    """Return the class of a probability."""
+    """Return the class of a draft's probability."""
     return bisect_right(EDGES, said)
 
 
@@ -75,20 +73,23 @@ class Node(NamedTuple):
     chance: float
     reach: float
     depth: int  # 1 for a child of the root
-    rank: int = 0  # among the candidates of its place
-    said: float = 0.0  # the draft's own probability; 0: it did not come from a draft
-    look: int = 0  # the class of how many words before it stood before it earlier, too; 0: it was not looked up
-    fed: bool = False  # the draft has read it, so that its children are known
-    sent: bool = False  # the target is reading it
+    rank: int = 0  # among the draft's candidates for its position
+    said: float = 0.0  # the draft's own probability; 0: it is not from the draft
+    look: int = 0  # the class of its match, if lookup proposed it; 0: lookup did not
+    scored: bool = False  # the draft has computed it, so that its children are known
+    sent: bool = False  # the target verifies it in this round
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Nodes by number. `read`: the draft has said what it proposes after the committed text itself."""
+    """Nodes by number.
+
+    `root_scored`: the draft has scored the root, so its candidates after the committed tokens are known.
+    """
 
     nodes: tuple[Node, ...] = ()
-    read: bool = False
-    steps: tuple[int, ...] = ()  # nodes read in each forward of its last growth
+    root_scored: bool = False
+    steps: tuple[int, ...] = ()  # rows of each draft step of the last Grow order
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -119,12 +120,11 @@ NO_TREE = Tree()
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How to grow a tree: at each step the draft reads the nodes that promise most, as many as pay. Times are in
-    tokens' worth.
+    """How to extend a tree: at each step the draft computes the nodes with the highest gain, as many as pay.
 
-    `step[w - 1]` is the price of a step that reads w nodes. While the target is at work (`free_time`) the draft's time
-    costs nothing, but a step takes `draft_delay` more and holds the target up by `target_delay`. To read a node is
-    worth `worth` times its gain, see `GrowingTree.readable`.
+    All times are priced in tokens. `step[w - 1]` is the price of a step over w nodes. While the target works
+    (`free_time`) the draft's time costs nothing. But a step then takes `draft_delay` more, and delays the target by
+    `target_delay`. Computing a node is worth `worth` times its gain, see `GrowingTree.open_nodes`.
     """
 
     step: tuple[float, ...]
@@ -134,19 +134,19 @@ class Growth:
     draft_delay: float = 0.0
     worth: float = 0.8
     children: int = 4
-    least: float = 0.01  # reach under which a candidate is not taken in
-    rows: int = 64  # nodes that can be verified at once; while the target waits, only those may be worth reading
-    row_price: float = 0.0  # of verifying a node
-    lanes: int = 16  # nodes read at once, of one tree
-    deepest: int = 32  # as deep as a tail may be for every token to have the bits of a single step on every device
-    most: int = 120  # nodes read, of one tree: about what a tail holds
+    least: float = 0.01  # reach below which a candidate is not added
+    rows: int = 64  # most nodes of a verify; while the target waits, only these are worth computing
+    row_price: float = 0.0  # price of verifying a node, in tokens
+    lanes: int = 16  # most nodes of one tree in a step
+    deepest: int = 32  # up to this depth every device gives a token the bits of a single step
+    most: int = 120  # most computed nodes of one tree: about what a tail holds
 
     def pace(self, spent: float, gains: Sequence[float]) -> int:
-        """Return how many of the nodes that promise most to read next, after so much time; 0: none pays."""
+        """Return how many of the best nodes to compute next, after `spent` time; 0: none pays."""
         return self.best_step(spent, gains)[0]
 
     def best_step(self, spent: float, gains: Sequence[float]) -> tuple[int, float]:
-        """The same, and what that step promises beyond its price."""
+        """Return the best number of nodes, and its profit in tokens."""
         best, best_profit, total = 0, 0.0, 0.0
         for width, gain in enumerate(gains[: min(self.lanes, len(self.step))], start=1):
             if gain < self.least:
@@ -158,19 +158,19 @@ class Growth:
         return best, best_profit
 
     def price(self, spent: float, width: int) -> float:
-        """Return what a step costs beyond the time that is free."""
+        """Return the price of a step beyond the free time."""
         end = spent + self.seconds(spent, width)
         if spent >= self.free_time:
             return end - spent
         return max(end - max(self.free_time + self.target_delay, spent), 0.0) + self.target_delay
 
     def seconds(self, spent: float, width: int) -> float:
-        """Return what a step takes."""
+        """Return the time of a step, priced in tokens."""
         return self.step[min(width, len(self.step)) - 1] + (self.draft_delay if spent < self.free_time else 0.0)
 
 
 def paces(growths: Sequence[Growth], spent: float, reaches: Sequence[Sequence[float]]) -> list[int]:
-    """Return how many nodes to read next of each of several trees that grow in step; they share the price of a step."""
+    """Return how many nodes of each of several trees to compute next; the trees share the price of a step."""
     if len(growths) == 1:
         return [growths[0].pace(spent, reaches[0])]
     shared = max(growths, key=lambda growth: len(growth.step))
@@ -199,72 +199,73 @@ def _shifted(chance: float, shift: float) -> float:
 
 
 class GrowingTree:
-    """A tree that is being grown."""
+    """A tree that is being extended."""
 
     def __init__(self, tree: Tree) -> None:
         self.nodes = list(tree.nodes)
-        self.read = tree.read
+        self.root_scored = tree.root_scored
         self.steps: list[int] = []
 
-    def readable(self, growth: Growth) -> list[tuple[int, float]]:
-        """Return the nodes that may be read next, those that promise most first.
+    def open_nodes(self, growth: Growth) -> list[tuple[int, float]]:
+        """Return the nodes that the draft may compute next, with their gains, best first.
 
-        With each goes its gain: how likely the target comes to it, and says a token there that no child of it has.
+        The gain is the probability that the target reaches the node and then chooses a token that no child of it has
+        yet.
         """
         nodes = self.nodes
-        fed = sum([node.fed for node in nodes])
-        if fed >= growth.most:
+        scored = sum([node.scored for node in nodes])
+        if scored >= growth.most:
             return []
         bar = self._last_row(growth) if growth.free_time == 0.0 else 0.0
         open_ends = [
             n
             for n, node in enumerate(nodes)
-            if not node.fed
+            if not node.scored
             and node.depth < growth.deepest
             and growth.worth * node.reach > bar
-            and (node.parent == ROOT or nodes[node.parent].fed)
+            and (node.parent == ROOT or nodes[node.parent].scored)
         ]
         known = self._known()
         found = [(n, nodes[n].reach * max(1.0 - known[n], 0.0)) for n in open_ends]
         found.sort(key=itemgetter(1), reverse=True)  # of equal ones the first stays the first
-        return found[: growth.most - fed]
+        return found[: growth.most - scored]
 
     def _known(self) -> list[float]:
-        """The chances of each node's children, summed."""
+        """Return the summed chances of each node's children."""
         known = [0.0] * (len(self.nodes) + 1)  # the root's are the last
         for node in self.nodes:
             known[node.parent] += node.chance
         return known
 
     def _last_row(self, growth: Growth) -> float:
-        """The reach of the last node that can be verified with the best."""
+        """Return the reach of the last node that fits into a verify of the best ones."""
         if len(self.nodes) < growth.rows:
             return 0.0
         return sorted([node.reach for node in self.nodes], reverse=True)[growth.rows - 1]
 
     def graft(self, tokens: Sequence[int], words: int, chances: Chances) -> None:
-        """Take in what followed the same words earlier in the text, as a path from the root: each that is right makes
-        the match longer."""
-        nodes, here, reach, read, new = self.nodes, ROOT, 1.0, self.read, False
+        """Add looked-up tokens as a path from the root, behind a match of `words` tokens; the match gets longer with
+        each."""
+        nodes, here, reach, scored, new = self.nodes, ROOT, 1.0, self.root_scored, False
         for depth, token in enumerate(tokens, start=1):
             look, known = match_class(words + depth - 1), None
             if not new:  # what is new has no children
                 known = next((n for n, node in enumerate(nodes) if node.parent == here and node.token == token), None)
             if known is None:
-                chance = chances.looked[look_class(look, ABSENT if read else UNREAD)]
+                chance = chances.looked[look_class(look, ABSENT if scored else NOT_SCORED)]
                 reach *= chance
                 nodes.append(Node(token, here, chance, reach, depth, 1, 0.0, look))
-                here, read, new = len(nodes) - 1, False, True
+                here, scored, new = len(nodes) - 1, False, True
             else:
                 nodes[known] = nodes[known]._replace(look=look)
                 self._weigh(known, chances)
-                here, reach, read = known, nodes[known].reach, nodes[known].fed
+                here, reach, scored = known, nodes[known].reach, nodes[known].scored
 
     def _weigh(self, n: int, chances: Chances) -> None:
-        """Say how likely a node is by all that is known of it."""
+        """Set a node's chance and reach by all that is known of it."""
         node = self.nodes[n]
         above = self.nodes[node.parent] if node.parent != ROOT else None
-        at = look_class(node.look, standing(node, above.fed if above else self.read)) if node.look else None
+        at = look_class(node.look, standing(node, above.scored if above else self.root_scored)) if node.look else None
         if node.said > 0.0:
             chance = chances.of(node.rank, node.said)
             chance = chance if at is None else _shifted(chance, chances.shifts[at])
@@ -273,16 +274,16 @@ class GrowingTree:
         self.nodes[n] = node._replace(chance=chance, reach=chance * (above.reach if above else 1.0))
 
     def feed(self, numbers: Sequence[int]) -> None:
-        """Note that the draft has read some nodes in a forward."""
+        """Note that the draft has computed some nodes in one forward."""
         self.steps.append(len(numbers))
         for n in numbers:
-            self.nodes[n] = self.nodes[n]._replace(fed=True)
+            self.nodes[n] = self.nodes[n]._replace(scored=True)
 
     def add_candidates(self, parent: int, growth: Growth, tokens: Sequence[int], said: Sequence[float]) -> None:
-        """Take in what the draft proposes after a node; what was looked up there is weighed anew."""
+        """Add the draft's candidates after a node; looked-up children get a new chance."""
         here = self.nodes[parent] if parent != ROOT else None
         reach, depth = (here.reach, here.depth) if here else (1.0, 0)
-        self.read = self.read or here is None
+        self.root_scored = self.root_scored or here is None
         known = {node.token: n for n, node in enumerate(self.nodes) if node.parent == parent}
         for rank, (token, probability) in enumerate(zip(tokens, said, strict=True)):
             chance = growth.chances.of(rank, probability)
@@ -294,30 +295,32 @@ class GrowingTree:
             self._weigh(n, growth.chances)
 
     def tree(self) -> Tree:
-        """What has grown."""
+        """Return the tree as it is now."""
         for n, node in enumerate(self.nodes):  # a chance may have changed since its children came
             above = self.nodes[node.parent].reach if node.parent != ROOT else 1.0
             if node.reach != above * node.chance:
                 self.nodes[n] = node._replace(reach=above * node.chance)
-        return Tree(tuple(self.nodes), self.read, tuple(self.steps))
+        return Tree(tuple(self.nodes), self.root_scored, tuple(self.steps))
 
 
 def chosen(tree: Tree, numbers: Sequence[int]) -> Tree:
-    """Return a part of a tree that holds its parents, renumbered in the order given."""
+    """Return a part of a tree, renumbered in the order given; it has to hold the parents of its nodes."""
     renumbered = {n: at for at, n in enumerate(numbers)}
     renumbered[ROOT] = ROOT
     nodes = [tree.nodes[n] for n in numbers]
-    return Tree(tuple([Node(node[0], renumbered[node[1]], *node[2:]) for node in nodes]), tree.read)
+    return Tree(tuple([Node(node[0], renumbered[node[1]], *node[2:]) for node in nodes]), tree.root_scored)
 
 
 def marked(tree: Tree, numbers: Sequence[int]) -> Tree:
-    """Return the tree with some nodes marked as sent."""
+    """Return the tree with some nodes marked as being verified."""
     there = set(numbers)
-    return Tree(tuple([Node(*node[:-1], True) if n in there else node for n, node in enumerate(tree.nodes)]), tree.read)
+    return Tree(
+        tuple([Node(*node[:-1], True) if n in there else node for n, node in enumerate(tree.nodes)]), tree.root_scored
+    )
 
 
 def below(tree: Tree, root: int) -> Tree:
-    """Return what hangs below a node, as a tree of its own: the node is committed now."""
+    """Return the subtree below a node as a tree of its own: the node is committed now."""
     inside: dict[int, int] = {root: ROOT}
     nodes: list[Node] = []
     base = tree.nodes[root]
@@ -327,11 +330,11 @@ def below(tree: Tree, root: int) -> Tree:
             above = inside[node.parent]
             reach = node.chance * (nodes[above].reach if above != ROOT else 1.0)
             nodes.append(Node(node.token, above, node.chance, reach, node.depth - base.depth, *node[5:-1], False))
-    return Tree(tuple(nodes), base.fed)
+    return Tree(tuple(nodes), base.scored)
 
 
 def farthest(tree: Tree, deepest: int) -> list[int]:
-    """Return the nodes down to a depth in the order of their reach; parents come before children."""
+    """Return the nodes down to a depth, by falling reach; parents come before their children."""
     found = [(n, node.reach) for n, node in enumerate(tree.nodes) if node.depth <= deepest]
     found.sort(key=itemgetter(1), reverse=True)  # of equal ones the first stays the first
     return [n for n, _ in found]

@@ -1,8 +1,7 @@
-"""Which drafted tokens the target accepts, and which token it says next: the two lossless rules, on chains and trees
-alike.
+"""Acceptance: which drafted tokens the target accepts, and its next token, by the two lossless rules.
 
-Owns the decisions, given the target's tokens (match) or laws (ratio); no arrays, no model. Invariant: the emitted
-tokens follow the target's law alone, whatever was drafted.
+Owns the decisions, on chains and trees alike, given the target's tokens (match) or distributions (ratio); no arrays, no
+model. Invariant: emitted tokens follow the target's distribution alone, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -15,19 +14,21 @@ from specbranch.core.orders import Sparse, Verify
 from specbranch.core.runner import Head, Law
 from specbranch.core.slots import ROOT
 
-Outcome = tuple[tuple[int, ...], int]  # accepted nodes, then the target's own token
+Outcome = tuple[tuple[int, ...], int]  # accepted nodes, then the bonus token
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     token: int
     q: Sparse | None
-    node: int | None  # None: a head, on which nothing hangs yet
+    node: int | None  # None: a sampled head, which was not computed
 
 
 def accept_match(order: Verify, chosen: Sequence[int]) -> Outcome:
-    """Walk down while a child carries the target's token; `chosen[i + 1]` is that token after node i, `chosen[0]`
-    after the context."""
+    """Accept children that carry the target's token, from the root down.
+
+    `chosen[i + 1]` is the target's token after node i, `chosen[0]` that after the context.
+    """
     path: list[int] = []
     here = ROOT
     while True:
@@ -40,7 +41,7 @@ def accept_match(order: Verify, chosen: Sequence[int]) -> Outcome:
 
 
 def accept_ratio(order: Verify, law: Callable[[int], Law], uniform: Uniform, head: Head | None = None) -> Outcome:
-    """Walk down by rejection sampling (Leviathan et al. 2023, recursive over siblings).
+    """Accept by rejection sampling (Leviathan et al. 2023), recursive over siblings, from the root down.
 
     `law(i)` is p after node i, ROOT after the context.
     """
@@ -68,7 +69,7 @@ def _candidates(order: Verify, parent: int, head: Head | None) -> list[_Candidat
 
 
 def _decide(candidates: list[_Candidate], law: Law, uniform: Uniform, depth: int) -> tuple[int | None, int]:
-    """Return the accepted child (None: there is none) and the token that was decided on."""
+    """Return the accepted child, or None, and the token that was decided on."""
     sampled = [c for c in candidates if c.q is not None]
     for attempt, candidate in enumerate(sampled):
         assert candidate.q is not None

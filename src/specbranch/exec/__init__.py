@@ -1,2 +1,1 @@
-"""Carrying orders out: workers that hold a model, and executors that run the workers one after the other or side by
-side."""
+"""Workers, which hold a model, and executors, which run both workers serially or at the same time."""

@@ -1,7 +1,8 @@
-"""The draft worker's process: makes its model, then answers orders until the other end hangs up.
+"""The draft worker's process: makes its model, then answers orders until the other end closes.
 
-Started as `python -m specbranch.exec.child FD` with one end of a socket pair; a module of its own, so that a user's
-script is never imported again. Invariant: it exits when its parent does.
+Owns the child's end of the link and its worker; how to draft is `drafter`'s. It is started as `python -m
+specbranch.exec.child FD` with one end of a socket pair. It is a module of its own, so that a user's script is never
+imported again. Invariant: it exits when its parent does.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Channel:
         self._link = link
 
     def send(self, message: WireMessage) -> None:
-        """Send a message, and wait until it is on its way."""
+        """Send a message, and wait until all its bytes are written."""
         self._link.post(to_bytes(message))
         while self._link.unsent:
             self._link.pump(None)
@@ -62,7 +63,7 @@ class Channel:
 
 def main(descriptor: int) -> None:
     """Serve on an inherited socket until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it hangs up afterwards
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and closes the link afterwards
     channel = Channel(Link(socket.socket(fileno=descriptor)))
     with suppress(LinkLost):  # the parent is gone
         try:
@@ -101,10 +102,10 @@ def _made(recipe: Recipe) -> Drafter:
 def _answer(channel: Channel, drafter: Drafter, message: WireMessage, backlog: deque[WireMessage]) -> None:
     match message:
         case Open(session, request):
-            drafter.leave(session)
+            drafter.free(session)
             drafter.open(session, request)
         case Leave(session):
-            drafter.leave(session)
+            drafter.free(session)
         case Work():
             _work(channel, drafter, message, backlog)
         case TargetDone() | Enough():
@@ -134,7 +135,7 @@ def _work(channel: Channel, drafter: Drafter, work: Work, backlog: deque[WireMes
 
 
 class _Parent:
-    """Hears what the parent says of the round while it is drafted; whatever else it says is kept for later."""
+    """Receives the parent's messages about the present round while it is drafted; it keeps all others for later."""
 
     def __init__(self, channel: Channel, ticket: int, backlog: deque[WireMessage]) -> None:
         self._channel = channel
@@ -143,12 +144,12 @@ class _Parent:
         self._target_done = self._wants_answer = False
 
     def target_done(self) -> bool:
-        """Whether the target has finished."""
+        """True if the target has finished."""
         self._hear()
         return self._target_done or self._wants_answer
 
     def wants_answer(self) -> bool:
-        """Whether the target waits no longer."""
+        """True if the parent wants the answer now."""
         self._hear()
         return self._wants_answer
 

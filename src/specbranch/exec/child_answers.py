@@ -1,7 +1,7 @@
-"""What a draft worker in another process may answer, held against what it was ordered.
+"""Checks the answers of a draft worker in another process against its orders.
 
-Owns the refusal of nonsense. Invariant: an answer that passes has the kind, the size and the range of what was ordered,
-so that whatever a broken worker sends costs no request anything but its draft.
+Owns the refusal of invalid answers. Invariant: an accepted answer has the kind, the size and the range of its order. So
+a broken worker costs a request nothing but its draft.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ PROBABILITY_SLACK = 1e-3  # by which a probability may miss its range: softmax r
 
 
 class BadAnswer(Exception):
-    """An answer that does not fit what was ordered."""
+    """An answer that does not fit its order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a worker was ordered: by session, with those that are decoded by the ratio rule, and how many token ids
-    there are."""
+    """What a worker was ordered, by session; which sessions use the ratio rule, and the number of token ids."""
 
     orders: Mapping[int, DraftOrder]
     by_ratio: Collection[int]
     vocabulary: int
 
     def check_heads(self, heads: Mapping[int, Branch]) -> None:
-        """Refuse first heads that nobody asked for."""
+        """Refuse heads that were not ordered."""
         for session, head in heads.items():
             order = self._order(session)
             _expect(isinstance(order, Draft) and order.announces, f"a head for session {session}, which wants none")
@@ -42,12 +41,12 @@ class Asked:
             _expect(head.after == order.pending, "a head that does not continue the whole of the pending chain")
 
     def check_stale(self, sessions: Collection[int]) -> None:
-        """Refuse to send again what was sent whole."""
+        """Refuse a request to send whole what was sent whole already."""
         for session in sessions:
             _expect(self._order(session).on.base > 0, f"session {session} as missing, which was sent whole")
 
     def check_round(self, made: Mapping[int, Drafted], span: Span) -> None:
-        """Refuse what is not what was ordered."""
+        """Refuse answers that do not fit their orders."""
         for session, what in made.items():
             match self._order(session), what:
                 case Draft() as order, tuple() as branches:
@@ -104,7 +103,7 @@ class Asked:
         most = len(before) + (growth.most + 1) * growth.children
         _expect(len(before) <= len(tree) <= most, f"a tree of {len(tree)} nodes where at most {most} were ordered")
         for old, node in zip(before, tree.nodes, strict=False):
-            _expect(_place(old) == _place(node), "a tree that has lost nodes")
+            _expect(_fixed_fields(old) == _fixed_fields(node), "a tree that has lost nodes")
         for n, node in enumerate(tree.nodes):
             self._check_node(tree, n, node)
         for node in tree.nodes[len(before) :]:
@@ -120,15 +119,15 @@ class Asked:
         _expect(0 <= node.look <= LOOKS and node.rank >= 0, f"a node of rank {node.rank}, looked up as {node.look}")
 
     def _check_steps(self, steps: tuple[int, ...], order: Grow) -> None:
-        """Trees grow in step: each notes the steps of all."""
+        """Check the steps of a tree: sessions step together, and each tree notes the steps of all."""
         most = 1 + sum(other.growth.most for other in self.orders.values() if isinstance(other, Grow))
         _expect(len(steps) <= most, f"a tree of {len(steps)} steps where at most {most} were ordered")
         rows = len(order.on) + order.growth.most
         _expect(all(0 <= step <= rows for step in steps), f"a step of {max(steps, default=0)} nodes")
 
 
-def _place(node: Node) -> tuple[int, int, bool]:
-    """What growing never changes of a node."""
+def _fixed_fields(node: Node) -> tuple[int, int, bool]:
+    """Return the fields of a node that extending a tree never changes."""
     return node.token, node.parent, node.sent
 
 

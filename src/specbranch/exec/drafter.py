@@ -1,6 +1,7 @@
-"""Drafting: carries out Draft orders of several sessions in step, a forward a step for all their lanes.
+"""The draft's worker: drafts for several sessions in step, one forward a step for all their lanes.
 
-Owns how lanes fork and grow. Invariant under the ratio rule: what a lane keeps never depends on a token drawn after it.
+Owns how lanes fork and extend; trees are in `grower`. Invariant under the ratio rule: what a lane keeps never depends
+on a token drawn after it.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from specbranch.errors import CacheFull
 from specbranch.exec.grower import grow
 from specbranch.exec.worker import Worker, chain_after, never
 
-# told of the sessions' first heads as soon as they are drawn, where there are any
+# called with the sessions' first heads as soon as they are sampled
 Announce = Callable[[dict[int, Branch]], None]
 
 
 @dataclass(slots=True)
 class Lane:
-    """A branch being drafted; its last token is not fed yet."""
+    """A branch being drafted; its last token is not computed yet."""
 
     session: int
     order: Draft
     after: int
-    node: int  # the fed node it continues from
+    node: int  # the computed node it continues from
     tokens: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
     q: list[Sparse | None] = field(default_factory=list)
@@ -45,8 +46,8 @@ class Lane:
         self.open = len(self.tokens) < self.order.plan.length
 
     def extend(self, proposal: Proposal) -> None:
-        """Take the next token, or end at an unsure one, by the plan before it or after it; its confidence is told in
-        any case."""
+        """Take the next token, or end before or after an unsure one, as the plan says; its confidence is kept in any
+        case."""
         plan = self.order.plan
         unsure = proposal.confidence < plan.stop_below
         if unsure and not plan.keep_unsure:
@@ -56,7 +57,7 @@ class Lane:
         self.open = self.open and not unsure
 
     def branch(self) -> Branch:
-        """What was drafted."""
+        """Return what was drafted."""
         q = tuple(self.q) if any(law is not None for law in self.q) else None
         return Branch(self.after, tuple(self.tokens), tuple(self.confidence), q)
 
@@ -64,7 +65,7 @@ class Lane:
 class Drafter(Worker):
     """The draft model at work."""
 
-    _grew = False  # whether the last orders had a tree grown
+    _grew = False  # the last orders extended a tree
 
     def draft(
         self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None
@@ -84,12 +85,12 @@ class Drafter(Worker):
         }
 
     def make_ready(self, session: int, done: Done) -> None:
-        """Write down what can be known of texts that may have to be read ahead, until something else is to be done."""
+        """Prepare to compute tokens ahead of the next order, until `done`."""
         if self.grows_trees is not None and self.lets_grow and session in self._held:
             self.grows_trees.make_ready(session, done)
 
     def read_ahead(self, session: int, on: Context) -> None:
-        """Read a text behind which a tree is to grow next, where that needs not be waited for."""
+        """Compute committed tokens ahead of the next Grow order, without waiting."""
         if self.grows_trees is None or not self.lets_grow or len(on.tail) > MOST_UNCOMPUTED:
             return
         with suppress(CacheFull), self.releasing(session):
@@ -101,33 +102,33 @@ class Drafter(Worker):
 
     @property
     def begun(self) -> Callable[[], float] | None:
-        """When a tree that was drafted last began to grow, if that was before it was asked for."""
+        """When the last tree was started, if that was before it was ordered."""
         return self.grows_trees.begun if self.grows_trees and self._grew else None
 
     @property
     def grown_at(self) -> Callable[[], float] | None:
-        """When a tree that was drafted last was there, on a device that works by itself."""
+        """When the last tree was complete, on a device that works by itself."""
         return self.grows_trees.grown_at if self.grows_trees and self._grew else None
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
-        """Feed nodes and ask about some; raises NoNumber where the answer is none."""
+        """Compute nodes and ask about some; raises NoNumber if an answer is NaN."""
         found = super().propose(work, asks)
         _check(proposal.confidence for proposal in found)
         return found
 
     def _reached(self, session: int, order: Prefill) -> Reached:
-        """Read on in a text; of one that the draft cannot read or hold nothing is left to be read in chunks."""
+        """Prefill further; a sequence that the draft cannot compute or hold counts as prefilled."""
         with suppress(CacheFull), self.releasing(session):
             if not self._out_of_reach(session, order.on, 0):
-                return Reached(self.read(session, order))
+                return Reached(self.continue_prefill(session, order))
         return Reached(len(order.on))
 
     def _trees(self, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
-        """Grow trees; one that has come out of reach stays as it is."""
+        """Extend trees; one that the draft cannot compute any more stays as it is."""
         within = {session: order for session, order in orders.items() if not self._out_of_reach(session, order.on, 1)}
         grown = grow(self, within, done)
         self._grew = bool(grown)
-        # one that a device grew by itself was not asked
+        # a tree from a device did not go through `propose`
         _check(node.said for tree in grown.values() for node in tree.nodes)
         return {session: order.tree for session, order in orders.items()} | grown
 
@@ -147,13 +148,18 @@ class Drafter(Worker):
         }
 
     def _forked(self, orders: Mapping[int, Draft]) -> list[Lane]:
-        """Read what is unread of each context and open the lanes asked for, all in one forward. What the draft
-        cannot read is left out."""
+        """Compute the rest of each context and open the ordered lanes, all in one forward.
+
+        Sequences that the draft cannot compute or hold are left out.
+        """
         work: list[Feed] = []
         asks: list[Ask] = []
         paths: dict[int, list[int]] = {}
         for session, order in orders.items():
-            with suppress(CacheFull), self.releasing(session):  # a text there is no memory for goes on without a draft
+            with (
+                suppress(CacheFull),
+                self.releasing(session),
+            ):  # without memory for it a session decodes without a draft
                 if not self._out_of_reach(session, order.on, order.plan.length):
                     feed, path = self._aligned(session, order)
                     work.append(feed)
@@ -166,7 +172,7 @@ class Drafter(Worker):
         return [lane for session in paths for lane in self._opened(session, orders[session], answers)]
 
     def _aligned(self, session: int, order: Draft) -> tuple[Feed, list[int]]:
-        """Return what is to be fed of an order's context, and the nodes of its path once that is done, ROOT first."""
+        """Return the uncomputed part of an order's context, and the nodes of its path after that, ROOT first."""
         end, rest = self.align(session, order.on, order.pending)
         tail = len(self.slots(session).tokens)
         self.runner.demand(session, len(rest))
@@ -174,16 +180,15 @@ class Drafter(Worker):
         return Feed(session, tuple(rest), chain_after(end, tail, len(rest))), path
 
     def _out_of_reach(self, session: int, on: Context, length: int) -> bool:
-        """Whether the text has outgrown a draft with a shorter context or a smaller vocabulary; it goes on without
-        one, for good."""
+        """True if a sequence exceeds the draft's context or vocabulary; it decodes without a draft from then on."""
         held = self._held[session]
         too_long = len(on) + length > self.runner.context_length
         held.out_of_reach |= too_long or max(on.tail, default=0) >= self.runner.vocabulary
         return held.out_of_reach
 
     def _opened(self, session: int, order: Draft, answers: Iterator[Proposal]) -> list[Lane]:
-        """Open the lanes an order asks for, each with its head; a plan without forks has one, which may end before
-        its first token."""
+        """Open the ordered lanes, each with its head; a plan without forks has one, which may end before its first
+        token."""
         if order.plan.length < 1:
             return []
         if not order.plan.forks:
@@ -211,7 +216,7 @@ class Drafter(Worker):
         return self._that_fit(growing)
 
     def _that_fit(self, lanes: list[Lane]) -> list[Lane]:
-        """Leave out the lanes for which the tail has no KV slot left; they end where they are."""
+        """Leave out the lanes for which the tail has no KV slot left; they end there."""
         room = {lane.session: self.slots(lane.session).room for lane in lanes}
         fitting: list[Lane] = []
         for lane in lanes:
@@ -223,7 +228,7 @@ class Drafter(Worker):
         return [lane for lane in fitting if lane.session not in full]
 
     def _run_ahead(self, runner: RunsAhead, lanes: list[Lane], done: Done) -> None:
-        """Have the model draft on by itself, if it can: all of a session's lanes, as long as all of them go on."""
+        """Let the model draft by itself, if it can: all lanes of a session, as long as all of them go on."""
         if not lanes or (len(lanes) > 1 and lanes[0].order.plan.stop_below > 0.0):
             return
         plan = lanes[0].order.plan
@@ -241,7 +246,7 @@ class Drafter(Worker):
         self.rows_fed += runner.run_ahead(asked, hear) * len(lanes)
 
     def _grow(self, lanes: list[Lane]) -> None:
-        """Feed each lane's last token and take the next one, or stop before it."""
+        """Compute each lane's last token and take the next one, or stop before it."""
         by_session: dict[int, list[Lane]] = {}
         for lane in lanes:
             by_session.setdefault(lane.session, []).append(lane)
@@ -257,7 +262,7 @@ class Drafter(Worker):
 
 
 def _next_of(lanes: list[Lane]) -> Feed:
-    """What lanes of a session read next."""
+    """Return what the lanes of a session compute next."""
     return Feed(lanes[0].session, tuple(lane.tokens[-1] for lane in lanes), tuple(lane.node for lane in lanes))
 
 
@@ -267,7 +272,7 @@ def _check(numbers: Iterable[float]) -> None:
 
 
 def _asks(session: int, order: Draft, path: list[int]) -> list[Ask]:
-    """What is asked at the nodes where an order's lanes begin."""
+    """Return the questions at the nodes where an order's lanes begin."""
     plan, start = order.plan, len(path) - 1 - order.pending
     if plan.length < 1:
         return []
@@ -279,13 +284,13 @@ def _asks(session: int, order: Draft, path: list[int]) -> list[Ask]:
 
 
 def _lane(session: int, order: Draft, after: int, rank: int, proposal: Proposal) -> Lane:
-    lane = Lane(session, order, after, after - 1)  # the pending tokens are nodes 0, 1 … behind the prefix
+    lane = Lane(session, order, after, after - 1)  # the pending tokens are nodes 0, 1, … behind the prefix
     lane.take(proposal.tokens[rank], proposal, proposal.q if rank == 0 else None)
     return lane
 
 
 def _heads(lanes: list[Lane]) -> dict[int, Branch]:
-    """The first branch of each session that continues the whole of its pending chain."""
+    """Return the first branch of each session that continues the whole of its pending chain."""
     heads: dict[int, Branch] = {}
     for lane in lanes:
         if lane.tokens and lane.after == lane.order.pending and lane.session not in heads:

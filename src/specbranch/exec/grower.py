@@ -1,7 +1,7 @@
-"""Growing trees: carries out Grow orders of several sessions in step, a forward a step for all their nodes.
+"""Extends draft trees of several sessions in step, one forward a step for all their nodes.
 
-Owns which nodes are read next; what that is worth is said by the order. Invariant: a tree that comes back holds what
-was ordered, and every node of it that is marked as read is a node of the KV cache.
+Owns which nodes are computed next; their value comes with the order. Invariant: a returned tree contains the ordered
+one, and every node of it that is marked as computed is in the KV cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specbranch.exec.worker import Worker, chain_after
 
 
 class _GrowingOrder:
-    """One session's tree while it grows: `held_nodes` are the cache's nodes of those that were read."""
+    """One session's tree while it is extended; `held_nodes` maps computed tree nodes to tail nodes."""
 
     def __init__(self, worker: Worker, session: int, order: Grow) -> None:
         self.worker, self.session, self.order = worker, session, order
@@ -29,26 +29,27 @@ class _GrowingOrder:
         self.growing = GrowingTree(order.tree)
         self.held_nodes: dict[int, int] = {ROOT: ROOT, **held}
         self.growing.nodes = [
-            node if node.fed == (n in held) else node._replace(fed=n in held) for n, node in enumerate(order.tree.nodes)
+            node if node.scored == (n in held) else node._replace(scored=n in held)
+            for n, node in enumerate(order.tree.nodes)
         ]
 
     def uncomputed_text(self) -> Feed:
-        """What has to be read of the text before anything can grow."""
+        """Return the committed tokens that have to be computed before the tree."""
         if self.rest:
             self.growing.steps.append(len(self.rest))
         return Feed(self.session, tuple(self.rest), chain_after(ROOT, 0, len(self.rest)))
 
     def commit_text(self) -> None:
-        """Commit what was unread of the text, now that it is read."""
+        """Commit these tokens, now that they are computed."""
         if self.rest:
             self.worker.commit_path(self.session, range(len(self.rest)))
 
-    def readable(self) -> list[tuple[int, float]]:
-        """What may be read next, and what it promises, best first."""
-        return self.growing.readable(self.growth)[: self.worker.slots(self.session).room]
+    def open_nodes(self) -> list[tuple[int, float]]:
+        """Return the nodes that may be computed next, with their gains, best first."""
+        return self.growing.open_nodes(self.growth)[: self.worker.slots(self.session).room]
 
     def feed(self, numbers: list[int]) -> Feed:
-        """Add nodes to the KV cache; returns the work of a step."""
+        """Add nodes to the KV cache; returns their work in the next step."""
         nodes = self.growing.nodes
         work = Feed(
             self.session,
@@ -64,16 +65,16 @@ class _GrowingOrder:
         return Ask(self.session, node, self.growth.children, "top", attempt=self.order.number)
 
     def add_candidates(self, number: int, proposal: Proposal) -> None:
-        """Take in what the draft proposes."""
+        """Add the draft's candidates to the tree."""
         self.growing.add_candidates(number, self.growth, proposal.tokens, _said(proposal))
 
-    def grown_at_once(self, done: Done) -> Tree | None:
-        """Have the model grow the tree by itself, if it can; `done` ends that where the order has the target's time."""
+    def grow_on_device(self, done: Done) -> Tree | None:
+        """Let the model extend the tree by itself, if it can; `done` ends that if the order runs during a verify."""
         runner = self.worker.grows_trees
         if not self.worker.lets_grow or runner is None:
             return None
         held = {n: node for n, node in self.held_nodes.items() if n != ROOT}
-        tree = Tree(tuple(self.growing.nodes), self.growing.read)
+        tree = Tree(tuple(self.growing.nodes), self.growing.root_scored)
         growing = Growing(self.session, tuple(self.rest), tree, held, self.growth, self.order.receiver)
         grown = runner.grow(growing, done if self.order.until_target else self.worker.enough)
         if grown is not None:
@@ -82,11 +83,11 @@ class _GrowingOrder:
 
 
 def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
-    """Carry out the orders; `done` ends those that have the target's time to themselves."""
-    trees = list(_begun(worker, orders))
-    if len(trees) == 1 and (grown := trees[0].grown_at_once(done)) is not None:
+    """Carry out the orders; `done` ends those that run during a verify."""
+    trees = list(_prepared(worker, orders))
+    if len(trees) == 1 and (grown := trees[0].grow_on_device(done)) is not None:
         return {trees[0].session: grown}
-    spent = _read_texts(worker, trees)
+    spent = _compute_texts(worker, trees)
     while steps := _steps(worker, trees, spent, done):
         spent += trees[0].growth.seconds(spent, sum(len(numbers) for _, numbers in steps))
         _note_absent(trees, {tree.session for tree, _ in steps})
@@ -98,8 +99,8 @@ def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tr
     return {tree.session: tree.growing.tree() for tree in trees}
 
 
-def _begun(worker: Worker, orders: Mapping[int, Grow]) -> Iterator[_GrowingOrder]:
-    """Make ready what can be held; a text there is no memory for goes on without a draft."""
+def _prepared(worker: Worker, orders: Mapping[int, Grow]) -> Iterator[_GrowingOrder]:
+    """Prepare the orders that fit into memory; the other sessions decode without a draft."""
     for session, order in orders.items():
         with suppress(CacheFull), worker.releasing(session):
             tree = _GrowingOrder(worker, session, order)
@@ -107,12 +108,12 @@ def _begun(worker: Worker, orders: Mapping[int, Grow]) -> Iterator[_GrowingOrder
             yield tree
 
 
-def _read_texts(worker: Worker, trees: list[_GrowingOrder]) -> float:
-    """Read what is unread of the texts, and ask what follows them where that was not said before; returns what that
-    takes."""
+def _compute_texts(worker: Worker, trees: list[_GrowingOrder]) -> float:
+    """Compute the rest of the committed tokens, and score the roots that are not scored; returns the time, in
+    tokens."""
     if not trees:
         return 0.0
-    unasked = [tree for tree in trees if not tree.growing.read]
+    unasked = [tree for tree in trees if not tree.growing.root_scored]
     proposals = worker.propose(
         [tree.uncomputed_text() for tree in trees], [tree.ask(len(tree.rest) - 1) for tree in unasked]
     )
@@ -127,7 +128,7 @@ def _read_texts(worker: Worker, trees: list[_GrowingOrder]) -> float:
 
 
 def _note_absent(trees: list[_GrowingOrder], present: set[int]) -> None:
-    """Note a step of no nodes for those that took no part in it: what steps take is learned of all together."""
+    """Note an empty step for trees that took no part in it: step times are learned from all sessions together."""
     for tree in trees:
         if tree.session not in present:
             tree.growing.steps.append(0)
@@ -136,24 +137,23 @@ def _note_absent(trees: list[_GrowingOrder], present: set[int]) -> None:
 def _steps(
     worker: Worker, trees: list[_GrowingOrder], spent: float, done: Done
 ) -> list[tuple[_GrowingOrder, list[int]]]:
-    """What each tree reads next, those that read anything."""
+    """Return the nodes that each tree computes next, without trees that compute none."""
     if worker.enough():
         return []
     over = done()
     growing = [tree for tree in trees if not (over and tree.order.until_target)]
-    readable = [tree.readable() for tree in growing]
-    gains = [[gain for _, gain in nodes] for nodes in readable]
+    open_nodes = [tree.open_nodes() for tree in growing]
+    gains = [[gain for _, gain in nodes] for nodes in open_nodes]
     widths = paces([tree.growth for tree in growing], spent, gains) if growing else []
     return [
         (tree, sorted(n for n, _ in nodes[:width]))
-        for tree, nodes, width in zip(growing, readable, widths, strict=True)
+        for tree, nodes, width in zip(growing, open_nodes, widths, strict=True)
         if width and worker.make_room(tree.session, width)
     ]
 
 
 def _said(proposal: Proposal) -> list[float]:
-    """The draft's own probability of each candidate; where it does not tell them apart, the others share what the
-    first leaves."""
+    """Return the draft's probability of each candidate; if only the first is known, the others share the rest."""
     others = len(proposal.tokens) - 1
     odds = proposal.odds or (1.0, *[(1.0 / max(proposal.confidence, 1e-9) - 1.0) / max(others, 1)] * others)
     return [proposal.confidence * one for one in odds]

@@ -1,7 +1,7 @@
-"""The two halves of a round as executors put them together: what is drafted, what is verified, and how long each took.
+"""The two halves of a round for all executors: what is drafted, what is verified, and how long each took.
 
-Owns no model and no order of work; the executors say which half begins. Invariant: every session that ordered has a
-report.
+Owns no model and no order of work; the executors say which half starts first. Invariant: every session with orders gets
+a report.
 """
 
 from __future__ import annotations
@@ -24,45 +24,48 @@ from specbranch.core.orders import (
     as_drafted,
 )
 from specbranch.errors import SpecBranchError, not_finite
-from specbranch.exec.verifier import Heed, Scored, Verifier
+from specbranch.exec.verifier import OnVerdicts, Scored, Verifier
 from specbranch.exec.worker import Worker
 
-Moment = Callable[[], float]  # when something was, in seconds on the executor's clock; asked too early it says: now
-Note = Callable[[], Moment]  # notes the present moment, or the one at which a device comes to this
+Moment = Callable[[], float]  # when something happened, in seconds on the executor's clock; now, if it has not yet
+Note = Callable[[], Moment]  # notes the present moment, or the one at which a device reaches this point
 
 
 class Stretch:
-    """A stretch of a worker's work: by the host's clock, or by that of a device, which notes moments as it comes to
+    """A stretch of a worker's work, by the host's clock, or by a device's clock, which notes moments as it reaches
     them."""
 
     def __init__(self, worker: Worker, now: Callable[[], float], note: Note | None = None, after: float = -inf) -> None:
-        """`after`: before this moment it cannot have begun, by the host's clock."""
+        """Start a stretch now; `after`: it cannot have started before this moment of the host's clock."""
         self.by_device, self._after = note is not None, after
         self._worker, self._fed = worker, worker.rows_fed
         self._note = note or _noted_by(now)
         self._begun = self._ended = self._note()
 
     def begin(self, moment: Moment | None) -> None:
-        """Note that it began at another moment, if it did."""
+        """Note that it started at another moment, if it did."""
         self._begun = moment or self._begun
 
     def end(self, moment: Moment | None = None) -> float:
-        """Note the end, if it was not at another moment: by the host's clock when the work is done, by the device's
-        when all of it was given to the device; returns it as far as it is known."""
+        """Note the end at `moment`, or now; returns the end as far as it is known.
+
+        By the host's clock the end is when the work is done. By a device's clock it is when the device has finished all
+        that it was given.
+        """
         self._ended = moment or self._note()
         return self._ended()
 
     def span(self) -> Span:
-        """How long it took, once the work is done."""
+        """Return the span, once the work is done."""
         begun = max(self._begun(), self._after)
         rows = self._worker.rows_fed - self._fed
         return Span(begun, max(self._ended(), begun), rows, self._worker.prefill_counts())
 
 
 class Verifying:
-    """The target's half of a round, under way until its verdicts are taken.
+    """The target's half of a round, running until its verdicts are taken.
 
-    `ready` and `tell` are called by a draft at work: what goes wrong with the target there is raised by `judged`.
+    A draft at work calls `ready` and `add_heads`. An error of the target there is raised later, by `judged`.
     """
 
     def __init__(
@@ -73,12 +76,11 @@ class Verifying:
         stretch: Stretch,
         reads: Mapping[int, Prefill] | None = None,
     ) -> None:
-        """Start the target; `heads` as for `Verifier.score`. It reads on in texts last: memory is for those first who
-        are under way."""
+        """Start the target; `heads` as for `Verifier.score`. Prefill comes last: decoding sessions get memory first."""
         self.failed: dict[int, SpecBranchError] = {}
         self.reached: dict[int, int] = {}
         self._target, self._stretch = target, stretch
-        self._scored: Scored | None = None  # where there is nothing to verify
+        self._scored: Scored | None = None  # None: there is nothing to verify
         self._error: Exception | None = None
         if orders:
             self._scored, self.failed = target.score(orders, heads)
@@ -90,7 +92,7 @@ class Verifying:
             self._launched()
 
     def ready(self) -> bool:
-        """Whether taking the verdicts would wait for nothing."""
+        """True if taking the verdicts would not wait."""
         if self._error is None and self._scored is not None:
             try:
                 return self._scored.ready
@@ -98,25 +100,25 @@ class Verifying:
                 self._error = error
         return self._error is not None
 
-    def tell(self, heads: Mapping[int, Branch]) -> None:
-        """Start to judge what waited for its heads."""
+    def add_heads(self, heads: Mapping[int, Branch]) -> None:
+        """Start to judge the orders that waited for their heads."""
         if self._scored is None or not self._scored.waiting:
             return
         try:
-            self._scored = self._target.tell(self._scored, heads)
+            self._scored = self._target.add_heads(self._scored, heads)
             self._launched()
         except Exception as error:
             self._error = error
 
-    def judged(self, heed: Heed) -> dict[int, Verdict]:
-        """Wait for the verdicts; `heed` is called with them as soon as they are there."""
+    def judged(self, on_verdicts: OnVerdicts) -> dict[int, Verdict]:
+        """Wait for the verdicts; `on_verdicts` is called with them as soon as they are there."""
         if self._error is not None:
             raise self._error
 
         def heard(verdicts: Mapping[int, Verdict]) -> None:
             if not self._stretch.by_device:
                 self._stretch.end()
-            heed(verdicts)
+            on_verdicts(verdicts)
 
         if self._scored is None:
             heard({})
@@ -129,31 +131,31 @@ class Verifying:
 
 
 def parted(orders: Mapping[int, Orders]) -> tuple[dict[int, DraftOrder], dict[int, Verify]]:
-    """What is to be drafted, and what is to be verified."""
+    """Return the draft orders and the verify orders of a round."""
     drafts = {session: order.draft for session, order in orders.items() if order.draft}
     return drafts, {session: order.verify for session, order in orders.items() if order.verify}
 
 
 def kv_slots_of(target: Worker, draft: Worker | None = None) -> tuple[KVSlots, ...]:
-    """The KV slots of the workers' models, of those that count them."""
+    """Return the KV slots of the models that count them."""
     workers: tuple[tuple[Literal["target", "draft"], Worker | None], ...] = (("target", target), ("draft", draft))
     return tuple(
-        KVSlots(of, total, worker.runner.kv_slots_free, worker.runner.page)
-        for of, worker in workers
+        KVSlots(model, total, worker.runner.kv_slots_free, worker.runner.page)
+        for model, worker in workers
         if worker is not None and (total := worker.runner.kv_slots)
     )
 
 
 def prefills_of(orders: Mapping[int, Orders]) -> dict[int, Prefill]:
-    """What the target is to read and nothing is asked about."""
+    """Return the target's prefill orders."""
     return {session: order.prefill for session, order in orders.items() if order.prefill}
 
 
-def do_meanwhile(orders: Mapping[int, Orders]) -> None:
-    """Do what was put off, now that the target works."""
+def run_deferred(orders: Mapping[int, Orders]) -> None:
+    """Run the deferred tasks of a round, now that the target works."""
     for order in orders.values():
-        if order.meanwhile:
-            order.meanwhile.attempt()
+        if order.deferred:
+            order.deferred.attempt()
 
 
 def reports_of(
@@ -166,8 +168,11 @@ def reports_of(
     lost: Container[int] = (),
     reached: Mapping[int, int] | None = None,
 ) -> dict[int, Reports]:
-    """Put both halves together; `lost` are sessions that have no draft, however much they ordered one, `reached` tells
-    how much the target holds of those it read on in."""
+    """Put both halves together into reports.
+
+    `lost`: sessions without a draft, whatever they ordered. `reached`: tokens that the target holds after Prefill
+    orders.
+    """
     return {
         session: Reports(
             **as_drafted(made.get(session, ())),

@@ -1,8 +1,8 @@
 """Framed messages over a stream socket that never blocks, unless its user asks to wait.
 
-Owns the frame (8 bytes of length, then so many bytes), the bytes that wait to be written, and what has come of the next
-frame. Knows nothing of what messages mean. Invariants: a message is handed on whole or not at all, and memory is taken
-only for bytes that have come; an interrupt at any line leaves a link that works, or one that says it is lost.
+Owns the frame (8 bytes of length, then the bytes), the bytes that wait to be written, and the received part of the next
+frame. Does not know what messages mean. Invariants: a message is delivered whole or not at all, and memory is only
+taken for received bytes. An interrupt at any line leaves a link that works, or one that reports it is lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Link:
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self._ended: str | None = None  # why nothing more comes
-        self._torn = False  # bytes were moved, and that was not noted yet
+        self._torn = False  # bytes were moved, and that is not noted yet
 
     @property
     def unsent(self) -> int:
@@ -41,14 +41,14 @@ class Link:
         return len(self._outgoing)
 
     def post(self, message: bytes) -> None:
-        """Queue a message; `pump` writes it. Where nobody can read it any more it is forgotten."""
+        """Queue a message; `pump` writes it. It is dropped if the link has ended."""
         if self._ended is None:
             self._outgoing += HEADER.pack(len(message)) + message
 
     def pump(self, seconds: float | None = 0.0) -> None:
-        """Wait at most so long until bytes can be moved (None: as long as it takes), then move what can be.
+        """Wait at most `seconds` until bytes can be moved (None: without limit), then move what can be.
 
-        It does not wait while a whole message is there: the last call may have read it.
+        It does not wait while a whole message is there: the last call may have received it.
         """
         if self._torn:
             self._end("an interrupt left a message half moved")
@@ -59,7 +59,7 @@ class Link:
             self._torn = False
 
     def peek(self) -> bytes | None:
-        """Return the first message that has come whole, and keep it until `drop`; raises LinkLost if none can come."""
+        """Return the first whole message, and keep it until `drop`; raises LinkLost if none can come."""
         if (length := self._announced()) > self._most:
             raise LinkLost(f"a message of {length:,} bytes was announced; at most {self._most:,} are expected")
         if (end := self._first_end()) is not None:
@@ -69,11 +69,11 @@ class Link:
         return None
 
     def drop(self) -> None:
-        """Forget the message that `peek` returned."""
+        """Drop the message that `peek` returned."""
         del self._incoming[: self._first_end()]
 
     def take(self) -> bytes | None:
-        """Return the first message that has come whole and forget it."""
+        """Return the first whole message and drop it."""
         message = self.peek()
         if message is not None:
             self.drop()
@@ -89,11 +89,11 @@ class Link:
         self._outgoing.clear()
 
     def _announced(self) -> int:
-        """The length of the first message, 0 while it is not known."""
+        """Return the length of the first message, 0 while it is unknown."""
         return int(HEADER.unpack_from(self._incoming)[0]) if len(self._incoming) >= HEADER.size else 0
 
     def _first_end(self) -> int | None:
-        """Where the first message ends in what has come, None while it has not come whole."""
+        """Return where the first message ends in the received bytes, None while it is not whole."""
         end = HEADER.size + self._announced()
         return end if len(self._incoming) >= end else None
 

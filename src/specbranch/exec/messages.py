@@ -1,7 +1,7 @@
-"""What passes between an executor and a draft worker in another process. Small values only: ids, confidences, a few
-probabilities.
+"""The messages between an executor and a draft worker in another process: token ids, confidences, a few probabilities.
 
-Owns the words; `exec/wire.py` writes and reads them by their hints.
+Owns the classes; `exec/wire.py` writes and reads them by their type hints. Invariant: messages hold small values only,
+never logits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from specbranch.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a child makes its worker: the name of a function that makes one, "module:name", and what it is given, in
-    plain JSON values."""
+    """How a child makes its worker: the name of a function, "module:name", and its arguments, in plain JSON values."""
 
     function: str
     given: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +47,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Draft for these sessions. `ticket` tells rounds apart."""
+    """Draft for these sessions. `ticket` numbers the rounds."""
 
     ticket: int
     orders: dict[int, DraftOrder]
@@ -56,14 +55,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TargetDone:
-    """The verdicts of the round are made, so the target has finished; lanes that draft only until then end."""
+    """The target has finished the round; lanes that draft only until then end."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Enough:
-    """The target waits no longer: all lanes end with the step under way, and what there is is answered."""
+    """The round waits no longer: all lanes end after the present step, and the child answers with what it has."""
 
     ticket: int
 
@@ -82,8 +81,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class HeadsDrawn:
-    """The sessions' first heads, where they have one; told early, because a sampled head is judged with the target's
-    row."""
+    """The sessions' first heads; sent early, because the target judges a sampled head with its own row."""
 
     ticket: int
     heads: dict[int, Branch]
@@ -91,8 +89,7 @@ class HeadsDrawn:
 
 @dataclass(frozen=True, slots=True)
 class StaleHolding:
-    """The child holds less of these sessions than their orders presume, and has drafted nothing yet; send them
-    whole."""
+    """The child holds less of these sessions than their orders presume, and has drafted nothing; send them whole."""
 
     ticket: int
     sessions: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""The draft in a child process, the target in this one, both at work at once.
+"""The executor with the draft in a child process and the target in this one, both at work at once.
 
 Owns the child's life, and how long a round waits for it. Invariants: nothing here blocks on the socket. Losing the
-child never loses a request: the round goes on without branches, a new child is started beside after a wait that doubles
-with each loss, and once it is ready it is sent the sessions anew. A child that is late is left alone: rounds go on
-without branches until it has answered, and its late answer is dropped.
+child never loses a request: the round goes on without branches. A new child is started after a wait that doubles with
+each loss, and gets all sessions once it is ready. A late child is not stopped: rounds go on without branches until it
+has answered, and its late answer is dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specbranch.core.request import Request
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.child_answers import Asked, BadAnswer
 from specbranch.exec.child_speed import ChildLimits, ChildSpeed, amount_of
-from specbranch.exec.halves import Stretch, do_meanwhile, kv_slots_of, parted, prefills_of, reports_of
+from specbranch.exec.halves import Stretch, kv_slots_of, parted, prefills_of, reports_of, run_deferred
 from specbranch.exec.link import Link, LinkLost
 from specbranch.exec.messages import (
     Broken,
@@ -46,10 +46,10 @@ from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
 
 log = logging.getLogger("specbranch")
 
-LONGEST_RESTART_WAIT = 60.0  # seconds before a lost child is started again, however often it was lost
-MOST_ANSWER = 1 << 26  # bytes of a message from the child; the laws of many lanes come to a tenth of that
-HANDING_OVER = 0.05  # seconds in which a child that reads takes an order that is larger than the socket's buffer
-DYING = 0.2  # seconds that a killed process is waited for
+LONGEST_RESTART_WAIT = 60.0  # seconds before a lost child is restarted, at most
+MOST_ANSWER = 1 << 26  # bytes of a message from the child; many lanes with distributions need a tenth of it
+HANDING_OVER = 0.05  # seconds in which a working child takes an order larger than the socket's buffer
+DYING = 0.2  # seconds of waiting for a killed process
 
 
 class Lost(Exception):
@@ -63,13 +63,13 @@ class Child:
     process: subprocess.Popen[bytes]
     link: Link
     ready: bool = False
-    again: bool = False  # it replaces one that was lost
-    answered: bool = False  # an order, at least once
+    again: bool = False  # it replaces a lost one
+    answered: bool = False  # it has answered at least one order
 
     @classmethod
     def start(cls, recipe: Recipe, again: bool = False) -> Child:
-        """Start a process that makes its worker by a recipe; it says Ready when that is done."""
-        hello = to_bytes(Hello(tuple(sys.path), recipe))  # what cannot be sent needs no process
+        """Start a process that makes its worker by a recipe; it sends Ready after that."""
+        hello = to_bytes(Hello(tuple(sys.path), recipe))  # first: it raises if the recipe cannot be sent
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "specbranch.exec.child", str(theirs.fileno())]
@@ -79,36 +79,36 @@ class Child:
         return child
 
     def stop(self, seconds: float) -> None:
-        """Hang up, and kill the process unless it ends by itself within so many seconds."""
+        """Close the link, and kill the process unless it ends within `seconds`."""
         self.link.close()
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            with suppress(subprocess.TimeoutExpired):  # a driver may hold it up; nobody waits for that
+            with suppress(subprocess.TimeoutExpired):  # a driver may block it; do not wait for that
                 self.process.wait(DYING)
 
 
 @dataclass(slots=True)
 class ChildRound:
-    """An order that the child has not answered yet, and what it has said so far."""
+    """An order that the child has not answered yet, and its answers so far."""
 
     ticket: int
     orders: dict[int, DraftOrder]
-    by_ratio: frozenset[int] = frozenset()  # those of its sessions that are decoded by the ratio rule
-    until: float = 0.0  # by when the round waits for it
-    limit: float = 0.0  # by when it must have answered, or the child is lost
-    taken_by: float = 0.0  # by when it must have been read from the socket
+    by_ratio: frozenset[int] = frozenset()  # its sessions under the ratio rule
+    until: float = 0.0  # until when the round waits for it
+    limit: float = 0.0  # when the child counts as lost without an answer
+    taken_by: float = 0.0  # when the child counts as lost if it has not read the order from the socket
     heads: dict[int, Branch] | None = None
     made: dict[int, Drafted] | None = None
     span: Span | None = None
-    target_done: bool = False  # and the child was sent that
-    ending: bool = False  # the child was asked for what there is
-    late: bool = False  # the round has gone on without it
+    target_done: bool = False  # the child was sent TargetDone
+    ending: bool = False  # the child was asked for its answer so far
+    late: bool = False  # the round went on without its answer
 
     @property
     def announced(self) -> bool:
-        """Whether the first heads are known, or will not come any more."""
+        """True if the first heads are known, or will not come any more."""
         return self.heads is not None or self.made is not None
 
 
@@ -130,9 +130,9 @@ class Process:
         self._pace = ChildSpeed()
         self._sessions: dict[int, Request] = {}
         self._ticket = 0
-        self._work: ChildRound | None = None  # what the child is at work on
-        self._failures = 0  # in a row, without a round drafted between them
-        self._started = self._again_at = 0.0  # when the last child was, and from when on the next may be
+        self._work: ChildRound | None = None  # the order that the child works on
+        self._failures = 0  # in a row, without an answered order between them
+        self._started = self._again_at = 0.0  # when the last child was started, and when the next may be
         self._closed = False
         self._child: Child | None = None
         try:
@@ -144,7 +144,7 @@ class Process:
 
     @property
     def child_pid(self) -> int | None:
-        """The process id of the draft worker, None while there is none."""
+        """The process id of the draft worker; None while there is none."""
         return self._child.process.pid if self._child else None
 
     @property
@@ -163,20 +163,20 @@ class Process:
             raise SpecBranchError("This executor was closed; make a new one.")
         self.target.open(session, request)
         self._sessions[session] = request
-        self._tell(Open(session, request))
+        self._send(Open(session, request))
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
-        """Carry out one round, both models at once."""
+        """Run one round, both models at once."""
         drafts, verifies = parted(orders)
         work = self._begin(drafts)
         timed = Stretch(self.target, self.now)
         scored, failed = self.target.score(verifies)
         reached, short = self.target.prefill(prefills_of(orders))
-        do_meanwhile(orders)
+        run_deferred(orders)
         self._await_heads(work, scored)
         verdicts = self.target.judge(scored, _in_time(work).heads or {})
         timed.end()
-        # not earlier: a forward may have been launched only, and it is judging that waits for a device
+        # Not earlier: a forward may only be launched, and `judge` waits for the device.
         self._target_done(work)
         self._await(work, _is_made)
         answer = _in_time(work)
@@ -184,14 +184,14 @@ class Process:
         return reports_of(orders, answer.made or {}, verdicts, failed | short, answer.span, timed.span(), lost, reached)
 
     def kv_slots(self) -> tuple[KVSlots, ...]:
-        """The KV slots of the target, if it counts them; those of the child are not known here."""
+        """Return the KV slots of the target, if it counts them; those of the child are unknown here."""
         return kv_slots_of(self.target)
 
-    def leave(self, session: int) -> None:
-        """Free what a session holds."""
-        self.target.leave(session)
+    def free(self, session: int) -> None:
+        """Free a session's KV cache in both models."""
+        self.target.free(session)
         if self._sessions.pop(session, None):
-            self._tell(Leave(session))
+            self._send(Leave(session))
 
     def close(self) -> None:
         """Stop the child, for good."""
@@ -199,7 +199,7 @@ class Process:
         self._stop_child(0.5)
 
     def _begin(self, drafts: dict[int, DraftOrder]) -> ChildRound | None:
-        """Send the child its work, if it can take any; a round without drafts only looks what the child says."""
+        """Send the child its work, if it can take any; a round without drafts only receives messages."""
         self._hear()
         self._lose_if_hung()
         if not drafts or not self._available():
@@ -208,12 +208,12 @@ class Process:
         work = ChildRound(self._ticket, drafts, frozenset(s for s in drafts if self._sessions[s].by_ratio))
         self._allow(work)
         self._post(Work(work.ticket, drafts))
-        self._work = work  # not earlier: an interrupt may leave an answer that nobody waits for, not the reverse
+        self._work = work  # not earlier: an interrupt may leave an answer without a round, not the reverse
         self._hand_over()
         return work
 
     def _hand_over(self) -> None:
-        """Write an order that is larger than the socket's buffer, to a child that reads."""
+        """Write an order that is larger than the socket's buffer, to a child that reads meanwhile."""
         assert self._child
         link, end = self._child.link, time.monotonic() + HANDING_OVER
         link.pump()
@@ -221,7 +221,7 @@ class Process:
             link.pump(left)
 
     def _allow(self, work: ChildRound) -> None:
-        """Give the child time for what was ordered."""
+        """Set the time limits of an order."""
         assert self._child
         now, amount = self.now(), amount_of(work.orders)
         work.until = now + self._pace.patience(amount, self._limits)
@@ -231,19 +231,19 @@ class Process:
     def _target_done(self, work: ChildRound | None) -> None:
         if work and work is self._work and any(o.until_target for o in work.orders.values()):
             work.target_done = True
-            self._tell(TargetDone(work.ticket))
+            self._send(TargetDone(work.ticket))
 
     def _await_heads(self, work: ChildRound | None, scored: Scored) -> None:
-        """Under the ratio rule wait for the sampled heads, which are judged together with the target's rows."""
+        """Under the ratio rule wait for the sampled heads: the target judges them with its own rows."""
         orders = work.orders.items() if work else ()
         if any(s in scored and o.announces and self._sessions[s].by_ratio for s, o in orders):
             self._await(work, lambda round_: round_.announced)
 
     def _await(self, work: ChildRound | None, there: Callable[[ChildRound], bool]) -> None:
-        """Wait for something of a round until its time is up; then ask for what there is; then go on without it.
+        """Wait for a part of the answer; when time is up, ask for the answer so far; then go on without it.
 
-        Lanes are cut between two steps, by the clock, so that what they keep never depends on a token drawn after it.
-        A whole answer is dropped only if a single step, or reading, takes too long, whatever token comes of it.
+        Lanes are cut between two steps, by the clock. So what they keep never depends on a token drawn after it. A
+        whole answer is dropped only if a single step, or prefill, takes too long, whatever its tokens are.
         """
         while work is not None and work is self._work and not work.late and not there(work):
             left = work.until - self.now()
@@ -257,11 +257,10 @@ class Process:
     def _ask_for_answer(self, work: ChildRound) -> None:
         work.ending = True
         work.until = self.now() + self._pace.last_patience(self._limits)
-        self._tell(Enough(work.ticket))
+        self._send(Enough(work.ticket))
 
     def _hear(self, seconds: float = 0.0) -> None:
-        """Move bytes, after waiting at most so long for some, and take in what the child says; lose it if that makes
-        no sense."""
+        """Wait at most `seconds` for bytes, and take the child's messages; an invalid one loses the child."""
         if self._child is not None:
             try:
                 self._listen(self._child, seconds)
@@ -273,7 +272,7 @@ class Process:
             child.link.pump(seconds)
             while (data := child.link.peek()) is not None:
                 self._take(child, from_bytes(data))
-                child.link.drop()  # not earlier: what an interrupt kept from being taken in is heard again
+                child.link.drop()  # not earlier: after an interrupt the message is taken again
         except LinkLost as error:
             raise Lost(f"the draft process ended: {error}") from error
         except (BadMessage, BadAnswer) as error:
@@ -295,7 +294,7 @@ class Process:
             case Ready() if not child.ready:
                 self._welcome(child)
             case HeadsDrawn(ticket) | RoundDrafted(ticket) | StaleHolding(ticket) if 0 < ticket <= self._ticket:
-                if work and ticket == work.ticket:  # else it is late, and its round was given up
+                if work and ticket == work.ticket:  # otherwise it is late, and its round went on without it
                     self._take_answer(child, work, message)
             case _:
                 raise BadAnswer(f"it said {type(message).__name__} out of turn")
@@ -317,21 +316,21 @@ class Process:
                 self._work = None
 
     def _send_whole(self, work: ChildRound, sessions: tuple[int, ...]) -> None:
-        """Send the sessions whole of which the child holds too little, unless nobody waits for the round."""
+        """Send stale sessions whole, unless the round goes on without the child."""
         if work.late:
             self._work = None
             return
         work.orders = sent_whole(work.orders, sessions)
         self._allow(work)
         self._post(Work(work.ticket, work.orders))
-        if work.target_done:  # sent before, but not of this work
+        if work.target_done:  # it was sent for the work before this one
             self._post(TargetDone(work.ticket))
         if work.ending:
             self._post(Enough(work.ticket))
 
     def _available(self) -> bool:
-        """Whether a child can take work now; a lost one is replaced."""
-        if self._work is not None and not self._work.late:  # of a round that an interrupt or an error ended
+        """True if a child can take work now; a lost one is restarted."""
+        if self._work is not None and not self._work.late:  # its round was ended by an interrupt or an error
             self._ask_for_answer(self._work)
             self._await(self._work, _is_made)
         if self._child is None:
@@ -339,7 +338,7 @@ class Process:
         return self._child is not None and self._child.ready and self._work is None
 
     def _welcome(self, child: Child) -> None:
-        """Take a child into service: it is sent the sessions."""
+        """Open all sessions in a child that has become ready."""
         for session, request in self._sessions.items():
             self._post(Open(session, request))
         child.ready = True
@@ -356,8 +355,8 @@ class Process:
         except OSError as error:
             self._lose(Lost(f"no new process could be made: {error}"))
 
-    def _tell(self, message: WireMessage) -> None:
-        """Send a message; a child that is not ready will be sent the sessions."""
+    def _send(self, message: WireMessage) -> None:
+        """Send a message at once; a child that is not ready gets all sessions later."""
         if self._child is not None and self._child.ready:
             self._post(message)
             self._child.link.pump()
@@ -367,7 +366,7 @@ class Process:
         self._child.link.post(to_bytes(message))
 
     def _lose_if_hung(self) -> None:
-        """Give up a child that has missed its limit."""
+        """Lose a child that has missed a limit."""
         child, work, now = self._child, self._work, self.now()
         if child and not child.ready and now - self._started > self._limits.start:
             self._lose(Lost("the draft process takes too long to load its model"))
@@ -378,14 +377,14 @@ class Process:
 
     def _lose(self, loss: Lost) -> None:
         self._failures += 1
-        # the inner bound: a float ends at 2 ** 1024
+        # the inner bound: a float overflows at 2 ** 1024
         wait = min(2.0 ** min(self._failures - 1, 10), LONGEST_RESTART_WAIT)
         self._again_at = self.now() + wait
         log.warning("Draft worker lost (%s); decoding goes on without it, and it is tried again in %.0f s.", loss, wait)
         self._stop_child(0.0)
 
     def _stop_child(self, seconds: float) -> None:
-        """Let the child go, with what it was at work on; it has so many seconds to end by itself."""
+        """Stop the child and drop its work; it has `seconds` to end by itself."""
         self._work = None
         if self._child:
             self._child.stop(seconds)
@@ -397,5 +396,5 @@ def _is_made(work: ChildRound) -> bool:
 
 
 def _in_time(work: ChildRound | None) -> ChildRound:
-    """What the child said in time; nothing where it was late or has no work."""
+    """Return the answer if it came in time; otherwise an empty one."""
     return ChildRound(0, {}) if work is None or work.late else work

@@ -1,7 +1,7 @@
-"""Both models one after the other in this process: the reference that every other executor must equal.
+"""The serial executor: both models one after the other in this process. It is the reference for every other executor.
 
-Owns, besides its workers, which sessions go on without a draft. Invariant: a draft that fails never loses a request:
-those it was at work for are decoded plainly from then on.
+Owns its workers, and which sessions decode without a draft. Invariant: a failing draft never loses a request; its
+sessions are decoded plainly from then on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Re
 from specbranch.core.request import Request
 from specbranch.core.runner import Done
 from specbranch.exec.drafter import Announce, Drafter
-from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, kv_slots_of, parted, prefills_of, reports_of
+from specbranch.exec.halves import Stretch, Verifying, kv_slots_of, parted, prefills_of, reports_of, run_deferred
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker, never
 
@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 class Serial:
     """Drafts, then verifies."""
 
-    restarts = 0  # a worker in this process is never made anew
+    restarts = 0  # a worker in this process is never restarted
 
     def __init__(
         self, target: Verifier, draft: Drafter | None = None, clock: Callable[[], float] = time.perf_counter
@@ -40,7 +40,7 @@ class Serial:
         self.draft = draft
         self.now = clock
         self._without: set[int] = set()  # sessions whose draft has failed
-        self._drafted_until = -inf  # on the clock
+        self._drafted_until = -inf  # when the last draft ended, on the clock
 
     def open(self, session: int, request: Request) -> None:
         """Prepare both workers for a session."""
@@ -49,38 +49,38 @@ class Serial:
             self.draft.open(session, request)
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
-        """Carry out one round."""
+        """Run one round."""
         drafts, verifies = parted(orders)
         heads: dict[int, Branch] = {}
         made, drafting = self._drafted(self._received(drafts, verifies), never, heads.update)
         timed = self._stretch(self.target)
         verifying = Verifying(self.target, verifies, heads, timed, prefills_of(orders))
-        do_meanwhile(orders)
+        run_deferred(orders)
         verdicts = verifying.judged(partial(self._read_ahead, verifies))
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)
 
     def kv_slots(self) -> tuple[KVSlots, ...]:
-        """The KV slots of each model that counts them."""
+        """Return the KV slots of each model that counts them."""
         return kv_slots_of(self.target, self.draft)
 
     @property
     def draft_state(self) -> DraftState:
-        """A draft in this process is always ready, if there is one."""
+        """ "ready": a draft in this process always is, if there is one."""
         return "ready" if self.draft else "none"
 
-    def leave(self, session: int) -> None:
-        """Free what a session holds."""
+    def free(self, session: int) -> None:
+        """Free a session's KV cache in both models."""
         self._without.discard(session)
-        self.target.leave(session)
+        self.target.free(session)
         if self.draft:
-            self.draft.leave(session)
+            self.draft.free(session)
 
     def close(self) -> None:
         """Nothing to stop."""
 
     def _received(self, drafts: dict[int, DraftOrder], verifies: Mapping[int, Verify]) -> dict[int, DraftOrder]:
-        """The orders, a tree's with the target as its receiver, where it grows alone and that is possible."""
+        """Return the orders; a lone tree gets the target as its receiver, if that is possible."""
         session, order = next(iter(drafts.items()), (0, None))
         if len(drafts) > 1 or verifies or not isinstance(order, Grow) or order.sending is None:
             return drafts
@@ -93,7 +93,7 @@ class Serial:
     def _drafted(
         self, orders: dict[int, DraftOrder], done: Done, announce: Announce
     ) -> tuple[dict[int, Drafted], Stretch | None]:
-        """Draft for all sessions that have a draft; nothing is timed where there is none."""
+        """Draft for all sessions that have a draft; returns None for the time if there is none."""
         orders = {session: order for session, order in orders.items() if session not in self._without}
         if not orders or not self.draft:
             return {}, None
@@ -105,14 +105,14 @@ class Serial:
         return made, timed
 
     def _make_ready(self, verifies: Mapping[int, Verify], done: Done) -> None:
-        """Have the draft make ready for what it may have to read ahead, until the verdicts are there."""
+        """Let the draft prepare to compute tokens ahead, until the verdicts are there."""
         session, order = next(iter(verifies.items()), (0, None))
         follows = order is not None and order.follows is not None and len(verifies) == 1
         if self.draft is not None and follows and session not in self._without:
             self._attempt((session,), partial(self.draft.make_ready, session, done), None)
 
     def _read_ahead(self, verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -> None:
-        """Have the draft read what a verdict adds to a text, if it will be asked next what follows there."""
+        """Let the draft compute the tokens that a verdict adds, if the next round starts with drafting."""
         session, order = next(iter(verifies.items()), (0, None))
         if self.draft is None or order is None or order.follows is None or session not in verdicts:
             return
@@ -122,11 +122,13 @@ class Serial:
             self._attempt((session,), partial(self.draft.read_ahead, session, on), None)
 
     def _attempt(self, sessions: Collection[int], work: Callable[[], Found], nothing: Found) -> Found:
-        """Have the draft work; where a device has no memory left, or a model makes no sense, these sessions go on
-        without."""
+        """Run the draft.
+
+        If its device has no memory left, or its output is no number, the sessions decode without a draft.
+        """
         try:
             return work()
-        except RuntimeError as error:  # as all are that torch raises
+        except RuntimeError as error:  # every error of torch is one
             self._without |= set(sessions)
             said = f"{type(error).__name__}: {error}".partition("\n")[0]
             log.warning(
@@ -138,11 +140,11 @@ class Serial:
 def draft_or_whole(
     drafter: Drafter, orders: dict[int, DraftOrder], done: Done, announce: Announce
 ) -> dict[int, Drafted]:
-    """Draft; a worker that has lost a sequence is told it whole."""
+    """Draft; sequences that the worker has lost are sent whole."""
     stale = {session for session, order in orders.items() if drafter.stale(session, order.on)}
     return drafter.draft(sent_whole(orders, stale), done, announce)
 
 
 def sent_whole(orders: Mapping[int, DraftOrder], stale: Container[int]) -> dict[int, DraftOrder]:
-    """Return the orders, those of the stale sessions with everything that came before."""
+    """Return the orders, those of stale sessions with their whole sequence."""
     return {session: replace(o, on=o.on.whole()) if session in stale else o for session, o in orders.items()}

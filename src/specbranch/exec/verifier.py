@@ -1,9 +1,8 @@
-"""Verifying: carries out Verify orders of several sessions in one forward, judged by the request's rule where the model
-is.
+"""The target's worker: verifies orders of several sessions in one forward, by each request's rule.
 
-Owns the target's side of a round, in two halves: `score` starts the model, `judge` takes its verdicts once a sampled
-head is known. Between them heads may be told (`tell`), so that a device goes on with judging by itself. Invariant:
-after a verdict the target's cache holds the accepted path as committed prefix, token i in KV slot i.
+Owns the target's side of a round, in two halves: `score` starts the model, `judge` takes its verdicts. Between them
+`add_heads` may pass sampled heads, so that a device judges by itself. Invariant: after a verdict the target's KV cache
+holds the accepted path as committed prefix, token i in KV slot i.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from specbranch.exec.worker import Stale, Worker, chain_after
 
 NOTHING_ASIDE = Aside((), (), ())
 
-Heed = Callable[[Mapping[int, Verdict]], None]
+OnVerdicts = Callable[[Mapping[int, Verdict]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Orders whose forward was started: the verdicts that come with it, what is told aside, and those that wait for
-    a sampled head."""
+    """Orders whose forward is running: their verdicts, the guesses of `aside` rows, and trials that wait for a sampled
+    head."""
 
     judged: tuple[Trial, ...]
     guessed: tuple[Trial, ...]
     verdicts: Verdicts
     waiting: tuple[Trial, ...]
-    last: Verdicts | None = None  # of those that waited, once they were told their heads
+    last: Verdicts | None = None  # of the waiting trials, once their heads are known
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is under way any more."""
+        """True if taking the verdicts would not wait."""
         return self.verdicts.ready() and (self.last is None or self.last.ready())
 
     def __contains__(self, session: int) -> bool:
@@ -46,7 +45,7 @@ class Scored:
 
 
 class Verifier(Worker):
-    """The target model at work, perhaps with someone who foretells what becomes of the next draft."""
+    """The target model at work, with a forecaster if a predictor is used."""
 
     def __init__(self, runner: Runner, forecaster: Forecaster | None = None) -> None:
         super().__init__(runner)
@@ -55,13 +54,12 @@ class Verifier(Worker):
 
     @property
     def begun(self) -> Callable[[], float] | None:
-        """When the last verification began, which may be before it was asked for; nothing: when it was."""
-        read = any(held.prompt is not NO_PREFILL for held in self._held.values())  # before that step, in the same order
+        """When the last verify started, which may be before it was ordered; None: when it was ordered."""
+        read = any(held.prompt is not NO_PREFILL for held in self._held.values())  # in the same order, before
         return self._receives.begun if self._receives and not read else None
 
     def receiver(self, session: int, on: Context, sending: SendingLater) -> Receiver | None:
-        """Who is to be given a tree that grows behind this text, so that verifying it begins at once; nothing: it is
-        ordered."""
+        """Return who receives a tree behind this sequence, to verify it at once; None: the verify is ordered."""
         request = self.request(session)
         asked = request.params.logprobs is not None or (self.forecaster is not None and request.wants_forecast)
         return None if asked or self._receives is None else self._receives.receiver(session, on, sending)
@@ -69,10 +67,10 @@ class Verifier(Worker):
     def score(
         self, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None = None
     ) -> tuple[Scored, dict[int, SpecBranchError]]:
-        """Feed what each order needs, all in one forward; a session that cannot be served is reported apart.
+        """Start one forward for all orders; returns it, and the errors of sessions that cannot be served.
 
-        `heads` are the first branches drafted beside each order, judged where their head was sampled; nothing: they are
-        told to `judge`.
+        `heads` are the first branches drafted for each order; a sampled head is judged with it. None: `judge` gets
+        them.
         """
         work: list[Feed] = []
         trials: list[Trial] = []
@@ -94,28 +92,32 @@ class Verifier(Worker):
         return Scored(judged, tuple(guessed), self.runner.verify(work, (*judged, *guessed)), waiting), failed
 
     def prefill(self, orders: Mapping[int, Prefill]) -> tuple[dict[int, int], dict[int, SpecBranchError]]:
-        """Read on in texts of which nothing is asked yet; returns how much is held of each, and who cannot be
-        served."""
+        """Prefill further, without asking; returns how many tokens are held of each session, and the errors."""
         reached: dict[int, int] = {}
         failed: dict[int, SpecBranchError] = {}
         for session, order in orders.items():
             try:
                 with self.releasing(session):
-                    reached[session] = self.read(session, order)
+                    reached[session] = self.continue_prefill(session, order)
             except SpecBranchError as error:
                 failed[session] = error
         return reached, failed
 
-    def tell(self, scored: Scored, heads: Mapping[int, Branch]) -> Scored:
-        """Start to judge those that waited for their heads, which are as for `score`."""
+    def add_heads(self, scored: Scored, heads: Mapping[int, Branch]) -> Scored:
+        """Start to judge the waiting trials with their heads; `heads` as for `score`."""
         waiting = tuple(_with_head(trial, heads) for trial in scored.waiting)
         return replace(scored, waiting=waiting, last=self.runner.verify((), waiting) if waiting else Verdicts(list))
 
-    def judge(self, scored: Scored, heads: Mapping[int, Branch], heed: Heed | None = None) -> dict[int, Verdict]:
-        """Decide each order; `heads` as for `score`, for those that were told none so far. `heed` is called with the
-        verdicts before the cache is brought in line with them. A session whose scores are not finite has no verdict."""
+    def judge(
+        self, scored: Scored, heads: Mapping[int, Branch], on_verdicts: OnVerdicts | None = None
+    ) -> dict[int, Verdict]:
+        """Take the verdicts of all orders; `heads` as for `score`, if they were not passed before.
+
+        `on_verdicts` is called before the KV cache is brought in line with the verdicts. A session whose scores are not
+        finite has no verdict.
+        """
         found = scored.verdicts()
-        scored = scored if scored.last else self.tell(scored, heads)
+        scored = scored if scored.last else self.add_heads(scored, heads)
         assert scored.last
         judged = [*found[: len(scored.judged)], *scored.last()]
         said: dict[int, list[int]] = {}
@@ -127,8 +129,8 @@ class Verifier(Worker):
             if _is_finite(one, said.get(trial.seq, ()))
         ]
         verdicts = {t.seq: self._verdict(t, one, tuple(said.get(t.seq, ()))) for t, one in sound}
-        if heed is not None:
-            heed(verdicts)
+        if on_verdicts is not None:
+            on_verdicts(verdicts)
         for trial, one in sound:
             if not one.kept:
                 kept = trial.nodes_on(one.path)
@@ -144,17 +146,17 @@ class Verifier(Worker):
     def _work(self, session: int, order: Verify) -> tuple[Feed, Trial]:
         count, aside = len(order.tokens), order.aside or NOTHING_ASIDE
         try:
-            _, rest = self.align(session, order.on)  # all of the context is committed, so the tail is empty now
+            _, rest = self.align(session, order.on)  # the whole context is committed, so the tail is empty now
         except Stale:
             _, rest = self.align(session, order.on.whole())
-        if aside.tokens:  # these may leave no more room than for the last token
+        if aside.tokens:  # these may leave room for no more than the last token
             rest = self._catch_up(
                 session, rest, len(rest), at_once=max(self.slots(session).room - count - len(aside.tokens), 1)
             )
         root = len(rest) - 1
         self.runner.demand(session, len(rest) + count + len(aside.tokens))
-        # Behind `rest` node i of the order becomes node len(rest) + i, and its root the last of `rest`, or ROOT; what
-        # is aside comes last.
+        # Node i of the order becomes node len(rest) + i, and its root the last of `rest`, or ROOT. `aside` rows come
+        # last.
         below = (
             *[len(rest) + parent for parent in order.parents or range(ROOT, count - 1)],
             *(root if p < 0 else len(rest) + count + p for p in aside.parents),
@@ -173,14 +175,15 @@ class Verifier(Worker):
 
 
 def _is_finite(found: Judged, guessed: Sequence[int]) -> bool:
-    """Whether every row that was looked at has finite scores; one that is not spoils all log-probabilities of its row,
-    even if no token of it could be chosen."""
+    """True if every row that was used has finite scores.
+
+    A row that is not finite spoils all its log-probabilities, even if none of its tokens could be chosen.
+    """
     return NO_TOKEN not in (found.token, *guessed) and not any(math.isnan(one.logprob) for one in found.logprobs or ())
 
 
 def _guesses(trial: Trial) -> list[Trial]:
-    """Ask for the target's token after those nodes aside of which it is to be told: each is a trial of nothing at
-    that node."""
+    """Return trials for the target's token after each guessed node: each is a verify of nothing at that node."""
     aside, first = trial.order.aside, trial.root + 1 + len(trial.nodes)
     if aside is None:
         return []

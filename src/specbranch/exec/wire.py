@@ -1,10 +1,10 @@
 """Messages between two processes as bytes and back, by the type hints of their classes.
 
-Owns the format: JSON, in which a dataclass is the list of its fields, a mapping a list of pairs, a row of named tuples
-the list of their columns, and where a hint names several classes the value stands behind the name of its own. A float
-is written as Python writes it, a row of them as the base64 of its bytes, so that each comes back the same, infinities
-and NaN too. A field that is no part of its value (`compare=False`) stays with the sender. Invariant: what comes in
-becomes a known message with every field as its hint says, or is refused; nothing else is ever made of it.
+Owns the format: JSON. A dataclass is the list of its fields, a mapping a list of pairs, a sequence of named tuples the
+list of their columns. If a hint names several classes, the value comes with the name of its class. A float is written
+as Python writes it, a sequence of floats as the base64 of its bytes; so each comes back the same, infinities and NaN
+too. Fields with `compare=False` are not sent. Invariant: received bytes become a known message with every field as its
+hint says, or are refused; nothing else is ever made of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def to_bytes(message: WireMessage) -> bytes:
 
 
 def from_bytes(data: bytes) -> WireMessage:
-    """Read a message, or refuse what is none."""
+    """Read a message, or raise BadMessage."""
     try:
         message: WireMessage = _coder(WireMessage).read(json.loads(data))
     except (ValueError, RecursionError, MemoryError, BadParameter) as error:
@@ -46,7 +46,7 @@ def from_bytes(data: bytes) -> WireMessage:
 
 
 class Coder(NamedTuple):
-    """How values of one type become what JSON knows, and are read from it."""
+    """How values of one type become JSON values, and are read from them."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]
@@ -64,7 +64,7 @@ def _coder(hint: Any) -> Coder:
     if hint in (bool, int, str):
         return _plain(hint)
     if hint is float:
-        return _plain(float, int)  # who sets a temperature of 1 gets a 1 there, too
+        return _plain(float, int)  # a temperature given as the int 1 is sent as 1
     if origin is Literal:
         return _one_of(inside)
     if origin in (Union, UnionType):
@@ -107,7 +107,7 @@ def _items(value: Any, count: int | None = None) -> list[Any]:
 
 
 def _row(hint: Any) -> Coder:
-    """Any number of the same kind; the usual kinds in one go, because a tree has hundreds of values and a law 64."""
+    """Code a sequence of one kind; common kinds in one go, because a tree has hundreds of values."""
     if hint is float:
         return Coder(_packed, _unpacked)
     if hint in (bool, int, str):
@@ -143,7 +143,7 @@ def _plain_row(kind: type) -> Coder:
 
 
 def _columns(kind: Any) -> Coder:
-    """Any number of named tuples of one class."""
+    """Code a sequence of named tuples of one class, by columns."""
     coders = [_row(hint) for hint in get_type_hints(kind).values()]
 
     def write(values: Sequence[Any]) -> list[Any]:
@@ -160,7 +160,7 @@ def _columns(kind: Any) -> Coder:
 def _record(
     hints: Sequence[Any], make: Callable[[list[Any]], Any], get: Callable[[Any], Sequence[Any]] = tuple
 ) -> Coder:
-    """One of each kind, in order; `get` takes them out of what is no tuple."""
+    """Code one value of each kind, in order; `get` takes them from a value that is no tuple."""
     coders = [_coder(hint) for hint in hints]
 
     def write(value: Any) -> list[Any]:
@@ -205,7 +205,7 @@ def _or_nothing(coder: Coder) -> Coder:
 
 
 def _named(hints: Sequence[Any]) -> Coder:
-    """One of several classes, behind its name."""
+    """Code a value of one of several classes, with the class's name."""
     coders = {get_origin(hint) or hint: _coder(hint) for hint in hints}
     by_name = {kind.__name__: coder for kind, coder in coders.items()}
 

@@ -1,9 +1,9 @@
-"""A worker's hold on its sequences: what the model has read, and how to bring that in line with an order.
+"""A worker: a model's KV cache of its sequences, and how to bring it in line with an order.
 
 Owns `align`, the one operation behind branch choice, rollback, retry and recovery. Invariants: after `align` the tail
-holds exactly the path the order states, the committed part of it in the prefix, and every fed node can still be asked
-about, also where the order was carried out before, in part or whole. Whether a token is read as part of the prompt or
-as a step hangs on its position and the prompt's length alone.
+holds exactly the path that the order states, with its committed part in the prefix. Every computed node can still be
+asked about, also if the order was carried out before, in part or whole. Whether prefill or a decode step computes a
+token depends on its position and the prompt's length alone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull, PoolFull
 
-READ_AT_ONCE = 16  # unread tokens an order's own forward reads besides what it asks for; more are read before it
-STRIDE = 32  # tokens of a text that are read again in one step: as deep as a tail is exact on every device
+UNCOMPUTED_AT_ONCE = 16  # uncomputed tokens that an order's own forward may include; more are computed before it
+STRIDE = 32  # committed tokens that one decode step recomputes: up to this depth a tail is exact on every device
 
 
 class Stale(Exception):
@@ -31,52 +31,55 @@ class Stale(Exception):
 
 @dataclass(slots=True)
 class Holding:
-    """One sequence as a worker holds it."""
+    """One sequence that a worker holds."""
 
     request: Request
-    out_of_reach: bool = False  # the text holds what this model cannot read
-    prompt: PrefillCount = NO_PREFILL  # since it was last told
+    out_of_reach: bool = False  # the model cannot compute this sequence: it is too long, or has unknown token ids
+    prompt: PrefillCount = NO_PREFILL  # since the last call of `prefill_counts`
 
 
 class Worker:
     """A Runner and the sequences it holds."""
 
-    lets_grow = True  # whether a model may take several steps by itself; not where every step has to be seen
+    lets_grow = True  # the model may take several draft steps by itself; False if every step has to be seen
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.grows_trees = runner if isinstance(runner, GrowsTrees) else None  # told apart once: that takes long
+        self.grows_trees = runner if isinstance(runner, GrowsTrees) else None  # once: isinstance of a protocol is slow
         self.runs_ahead = runner if isinstance(runner, RunsAhead) else None
         self.rows_fed = 0
-        self.enough: Done = never  # asked before each step: whether all that is drafted ends here
+        self.enough: Done = never  # checked before each draft step: True ends all drafting
         self._held: dict[int, Holding] = {}
 
     def open(self, session: int, request: Request) -> None:
-        """Make room for a session."""
+        """Open an empty sequence for a session."""
         self.runner.open(session, request)
         self._held[session] = Holding(request)
 
-    def leave(self, session: int) -> None:
-        """Free what a session holds; harmless if it holds nothing."""
+    def free(self, session: int) -> None:
+        """Free a session's KV cache; harmless if there is none."""
         if self._held.pop(session, None):
             self.runner.close(session)
 
     def prefill_counts(self) -> dict[int, PrefillCount]:
-        """Return what was read of the sessions' prompts since this was last asked."""
+        """Return what was prefilled of the sessions' prompts since the last call."""
         found = {session: held.prompt for session, held in self._held.items() if held.prompt is not NO_PREFILL}
         for session in found:
             self._held[session].prompt = NO_PREFILL
         return found
 
     def stale(self, session: int, on: Context) -> bool:
-        """Whether less is held than `on` presumes, so that it has to be told whole; a text out of reach is not
-        missed."""
+        """True if the worker holds less than `on` presumes, so that the order has to be sent whole.
+
+        A sequence that the model cannot compute is not needed.
+        """
         return len(self.slots(session).prefix) < on.base and not self._held[session].out_of_reach
 
     def align(self, session: int, on: Context, pending: int = 0) -> tuple[int, list[int]]:
-        """Bring the cache in line with `on`, whose last `pending` tokens are uncommitted.
+        """Bring the KV cache in line with `on`, whose last `pending` tokens are uncommitted.
 
-        Returns the node the path ends at so far (ROOT: the prefix) and the tokens still to be fed after it.
+        Returns the node at which the path ends so far (ROOT: the prefix), and the tokens still to be computed behind
+        it.
         """
         uncomputed, path = self._uncomputed(session, on, pending, asked=pending + 1)
         committed = len(uncomputed) - pending
@@ -85,21 +88,21 @@ class Worker:
         return len(self.slots(session).tokens) - 1, self._catch_up(session, rest, committed - len(path))
 
     def settle(self, session: int, on: Context, tree: Tree) -> tuple[list[int], dict[int, int]]:
-        """Bring the cache in line with `on`, all of it committed, and keep what it holds of a tree behind it.
+        """Bring the KV cache in line with `on`, all of it committed, and keep the nodes it holds of a tree behind it.
 
-        Returns the tokens still to be fed, and where the nodes of the tree lie that were read.
+        Returns the tokens still to be computed, and the tail nodes of those tree nodes that are computed.
         """
-        uncomputed, path = self._uncomputed(session, on, 0, asked=0 if tree.read else 1)
+        uncomputed, path = self._uncomputed(session, on, 0, asked=0 if tree.root_scored else 1)
         rest = uncomputed[len(path) :]
         held = {} if rest else _held_nodes(self.slots(session), path[-1] if path else ROOT, tree)
         kept = sorted(held.values())
         self.runner.keep(session, [*path, *kept], len(path))
         return self._catch_up(session, rest, len(rest)), {n: kept.index(node) for n, node in held.items()}
 
-    def read(self, session: int, order: Prefill) -> int:
-        """Read on in a sequence, by whole chunks of its prompt, then by steps; returns how many tokens of it are held.
+    def continue_prefill(self, session: int, order: Prefill) -> int:
+        """Prefill a sequence further, by whole chunks of its prompt, then by steps; returns how many tokens are held.
 
-        Bits are those of reading it at once: both cut a prompt at the same places.
+        The bits are those of prefill at once: both cut a prompt at the same positions.
         """
         on = order.on.whole() if self.stale(session, order.on) else order.on
         uncomputed, path = self._uncomputed(session, on, 0, asked=0)
@@ -112,10 +115,10 @@ class Worker:
         return len(self.slots(session).prefix)
 
     def _uncomputed(self, session: int, on: Context, pending: int, asked: int) -> tuple[list[int], list[int]]:
-        """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry
-        the first of them.
+        """Roll back to where `on` and the prefix differ.
 
-        `asked`: after how many of the last tokens something will be asked.
+        Returns the tokens of `on` beyond the prefix, and the tail nodes that carry the first of them. `asked`: after
+        how many of the last tokens something will be asked.
         """
         slots = self.slots(session)
         held, settled = len(slots.prefix), len(on) - pending
@@ -125,32 +128,32 @@ class Worker:
         alike = on.base + _alike(slots.prefix[on.base :], on.tail)
         if min(alike, settled) < held or (asked and settled == held and not self.runner.knows(session, ROOT)):
             uncomputed = self._go_back(session, on, min(alike, settled - 1))
-        answered = len(uncomputed) - asked  # of those before, nothing is asked
+        answered = len(uncomputed) - asked  # nothing is asked about the tokens before this
         nodes = takewhile(
             lambda at: at[0] < answered or self.runner.knows(session, at[1]), enumerate(slots.find(uncomputed))
         )
         return list(uncomputed), [node for _, node in nodes]
 
     def _go_back(self, session: int, on: Context, length: int) -> tuple[int, ...]:
-        """Forget all but the first tokens, of a prompt that is not whole all of it; returns what is to be read of
-        `on`."""
+        """Drop all but the first `length` tokens, or all if that is inside the prompt; returns the tokens of `on`
+        beyond."""
         before = tuple(self.slots(session).prefix[: on.base])
         length = length if length >= self._prompt(session) else 0
         self.runner.rewind(session, length)
         return (*before, *on.tail)[length:]
 
     def commit_path(self, session: int, nodes: Sequence[int]) -> None:
-        """Make a path of nodes from the root part of the prefix, and forget all others."""
+        """Commit a path of nodes from the root to the prefix, and drop all others."""
         self.runner.keep(session, nodes, len(nodes))
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
-        """Feed nodes of several sequences in one forward, and ask about some of those that were fed."""
+        """Compute nodes of several sequences in one forward, and ask about some computed ones."""
         work = [item for item in work if item.tokens]
         self._count(work)
         return self.runner.propose(work, asks)
 
     def make_room(self, session: int, count: int) -> bool:
-        """Take memory for so many more nodes of a session; returns whether there was any."""
+        """Reserve memory for `count` more nodes of a session; returns False if there is none."""
         try:
             self.runner.demand(session, count)
         except CacheFull:
@@ -159,37 +162,41 @@ class Worker:
 
     @contextmanager
     def releasing(self, session: int) -> Iterator[None]:
-        """Carry out an order; one that the pool refuses releases the pages of the prompt that it took. Shared pages
-        would make others copy theirs, for which there is no memory either."""
+        """Carry out an order; if the pool is full, free the pages of the prompt that this order took.
+
+        Otherwise shared pages would make other sessions copy theirs, and there is no memory for that either.
+        """
         before = len(self.slots(session).prefix)
         try:
             yield
         except PoolFull:
             if before < self._prompt(session) and len(self.slots(session).prefix) > before:
-                # whole pages, as recalling may have exchanged the last one; whole chunks, so that bits stay the same
+                # Whole pages: the prefix cache may have replaced the last one. Whole chunks: bits stay the same.
                 self.runner.rewind(session, before - before % lcm(self.runner.prefill_chunk, self.runner.page))
             raise
 
     def slots(self, session: int) -> Slots:
-        """The KV slots of a session's sequence."""
+        """Return the KV slots of a session's sequence."""
         return self.runner.slots(session)
 
     def request(self, session: int) -> Request:
-        """The request a session was opened with."""
+        """Return the request that a session was opened with."""
         return self._held[session].request
 
     def _count(self, work: Sequence[Feed]) -> None:
-        """Note that nodes are about to be fed, in one forward."""
+        """Count the rows of a forward that is about to run."""
         self.rows_fed += sum(len(item.tokens) for item in work)
 
-    def _catch_up(self, session: int, rest: list[int], committed: int, at_once: int = READ_AT_ONCE) -> list[int]:
-        """Read the prompt but for its last token, then by steps all but a few of the committed tokens; returns those
-        left to feed."""
+    def _catch_up(self, session: int, rest: list[int], committed: int, at_once: int = UNCOMPUTED_AT_ONCE) -> list[int]:
+        """Prefill the prompt but for its last token, then compute all but a few committed tokens in steps.
+
+        Returns the tokens that are left for the order's own forward.
+        """
         if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
             self._prefill(session, rest[:prompt])
             rest, committed = rest[prompt:], committed - prompt
         while committed > at_once:
-            most = max(self.slots(session).room, 1)  # without room the cache says so
+            most = max(self.slots(session).room, 1)  # without room the cache raises
             count = min(committed - min(at_once, 1), STRIDE, most)
             work = [Feed(session, tuple(rest[:count]), chain_after(ROOT, 0, count))]
             self._count(work)
@@ -199,8 +206,10 @@ class Worker:
         return rest
 
     def _prefill(self, session: int, uncomputed: Sequence[int], most: int | None = None) -> None:
-        """Read on in a prompt, of which all that is unread is given: to its end, or about `most` tokens of it in whole
-        chunks, but for what the cache knows of it. All prefill starts here."""
+        """Prefill a prompt to its end, or by about `most` tokens in whole chunks; all prefill starts here.
+
+        `uncomputed`: the rest of the prompt. The prefix cache provides what it has of it.
+        """
         held, before, prefill_chunk = self._held[session], self.slots(session).prefix[:], self.runner.prefill_chunk
         known = self.runner.recall(session, (*before, *uncomputed)) - len(before)
         end = len(uncomputed)
@@ -212,36 +221,37 @@ class Worker:
         held.prompt = held.prompt.plus(PrefillCount(read=max(end - known, 0), cached=known))
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
-        """Read a part of the prompt, about which nothing is asked."""
+        """Prefill a part of the prompt, without logits."""
         self.runner.extend(session, tokens)
         self.rows_fed += len(tokens)
 
     def _prompt(self, session: int) -> int:
-        """How many tokens are read as a prompt: its last one is a step, as the target's first word hangs on its row."""
+        """Return how many tokens prefill computes: the prompt's last token is a decode step, because its row gives the
+        first token."""
         return self._held[session].request.prompt_length - 1
 
 
 def never() -> bool:
-    """It does not come to that."""
+    """Return False: no end condition."""
     return False
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Return the length of the common beginning of two sequences."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _held_nodes(slots: Slots, root: int, tree: Tree) -> dict[int, int]:
-    """Where those nodes of a tree lie in the tail that are known to be read, if the tree hangs below `root`."""
+    """Return the tail nodes of those tree nodes that are computed, if the tree is below `root`."""
     at = {(parent, token): node for node, (parent, token) in enumerate(zip(slots.parents, slots.tokens, strict=True))}
     held: dict[int, int] = {}
     for n, node in enumerate(tree.nodes):
         above = root if node.parent == ROOT else held.get(node.parent)
-        if node.fed and above is not None and (above, node.token) in at:
+        if node.scored and above is not None and (above, node.token) in at:
             held[n] = at[above, node.token]
     return held
 
 
 def chain_after(node: int, tail: int, count: int) -> tuple[int, ...]:
-    """Parents of `count` tokens that follow `node` one after the other, in a tail that holds `tail` nodes."""
+    """Return the parents of `count` tokens that follow `node` as a chain, in a tail of `tail` nodes."""
     return tuple(node if i == 0 else tail + i - 1 for i in range(count))

@@ -35,7 +35,7 @@ class Foretelling:
 
     def serves(self, method: Method, config: SpeculativeConfig) -> bool:
         """Whether a method that heeds signals is given any."""
-        if not method.heeds_signals(config):
+        if not method.uses_signals(config):
             return False
         if not self._found:
             self._found.append(self._look())

@@ -141,8 +141,8 @@ class ServerMetrics:
             self._cut.set(count, reason=reason)
         for kv_slots in snapshot.kv_slots:
             for gauge in (self._free, self._places):
-                gauge.set(kv_slots.free, model=kv_slots.of)
-            if kv_slots.of == "target":
+                gauge.set(kv_slots.free, model=kv_slots.model)
+            if kv_slots.model == "target":
                 self._cache.set(_held(kv_slots))
         for reason, count in limits.refused.items():
             self._refused.set(count, reason=reason)

@@ -88,9 +88,9 @@ class Setting:
         return self._kind is not None and self.config is not None and self._kind.plans(self.config)
 
     @property
-    def heeds_signals(self) -> bool:
+    def uses_signals(self) -> bool:
         """True if it uses the signals of an H-RAD predictor."""
-        return self._kind is not None and self.config is not None and self._kind.heeds_signals(self.config)
+        return self._kind is not None and self.config is not None and self._kind.uses_signals(self.config)
 
     @property
     def _kind(self) -> Method | None:

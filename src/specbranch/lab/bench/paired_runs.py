@@ -177,7 +177,7 @@ def _blank(recorded: RecordedPair, asked: AskedPrompt, setting: Setting, clock: 
 
 def _predictor(recorded: RecordedPair, setting: Setting) -> dict[str, Any]:
     """Return the predictor that a setting uses, if any."""
-    if not setting.heeds_signals:
+    if not setting.uses_signals:
         return {}
     return {"predictor": recorded.forecasts.predictor.digest[:8] if recorded.forecasts is not None else "none"}
 

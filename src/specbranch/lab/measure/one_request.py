@@ -35,7 +35,7 @@ def decode(executor: Executor, session: Session, method: str) -> Session:
         while loop.live:
             loop.step()
     finally:
-        loop.leave(session)
+        loop.remove(session)
     if session.error is not None:
         raise session.error
     return session

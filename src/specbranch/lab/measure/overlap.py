@@ -49,7 +49,7 @@ class TrialRounds:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._executor.leave(NUMBER)
+        self._executor.free(NUMBER)
 
     def forward(self) -> float:
         """Return the seconds of a target forward alone."""

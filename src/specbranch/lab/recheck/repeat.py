@@ -35,4 +35,4 @@ def margin(llm: LLM, tokens: Sequence[int], request: Request, first: int, second
     try:
         return verifier.margin(number, tokens, first, second)
     finally:
-        verifier.leave(number)
+        verifier.free(number)

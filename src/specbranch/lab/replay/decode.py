@@ -86,7 +86,7 @@ class RecordDecoder:
                 "of its own. Give the replay the target, or leave the method out."
             )
         executor = self._executor(profile, config.policy == "oracle", method.guesses)
-        heard = self.forecasts if method.heeds_signals(config) else None
+        heard = self.forecasts if method.uses_signals(config) else None
         if heard is not None and heard.longest < config.num_speculative_tokens:
             heard = None
         if heard is not None:

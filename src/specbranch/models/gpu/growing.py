@@ -43,7 +43,12 @@ class TextRead:
 
     def ends(self, growing: Growing, length: int) -> bool:
         """Whether a tree is to grow behind it, of which that is all it needs to know."""
-        return growing.seq == self.seq and length == self.length and not growing.uncomputed and not growing.tree.read
+        return (
+            growing.seq == self.seq
+            and length == self.length
+            and not growing.uncomputed
+            and not growing.tree.root_scored
+        )
 
 
 class TreeGrower:
@@ -59,7 +64,7 @@ class TreeGrower:
         its text was read ahead."""
         growth, uncomputed = growing.growth, len(growing.uncomputed)
         # the draft says what follows the text, or has said it before
-        text_answered = uncomputed > 0 or growing.tree.read or read is not None
+        text_answered = uncomputed > 0 or growing.tree.root_scored or read is not None
         fits = len(growth.step) <= LANES and growth.children <= ENTRIES and uncomputed <= self._graphs.step.most_rows
         if not text_answered or not fits or not asking.is_chosen_in_graph(_spot(request, slots, uncomputed)):
             return 0
@@ -86,7 +91,7 @@ class TreeGrower:
     ) -> None:
         """Bring a tree to the device; its first step makes the moves, unless its text was read ahead."""
         uncomputed = len(growing.uncomputed)
-        asked = -1 if growing.tree.read else uncomputed - 1 if read is None else read.row
+        asked = -1 if growing.tree.root_scored else uncomputed - 1 if read is None else read.row
         if growing.growth.deepest > DEEPEST:
             growing = replace(growing, growth=replace(growing.growth, deepest=DEEPEST))
         spot = _spot(request, slots, uncomputed)
@@ -119,7 +124,7 @@ class TreeGrower:
         nodes, kv_slots = self.tree.nodes(self._transfer.down(self.tree.held(count)))
         _add_read(nodes, kv_slots, slots)
         tree = GrowingTree(growing.tree)
-        tree.nodes, tree.read = nodes, True
+        tree.nodes, tree.root_scored = nodes, True
         text = len(growing.uncomputed) if read is None else read.row + 1
         tree.steps = [text, *steps] if text else steps
         return tree.tree()
@@ -141,6 +146,6 @@ def _noise(spot: Spot) -> NoiseKeys:
 
 def _add_read(nodes: list[Node], kv_slots: list[int], slots: Slots) -> None:
     """Add the nodes that were read of a tree to the tail, each at its KV slot."""
-    new = sorted((kv_slot, n) for n, kv_slot in enumerate(kv_slots) if nodes[n].fed and kv_slot >= len(slots.tokens))
+    new = sorted((kv_slot, n) for n, kv_slot in enumerate(kv_slots) if nodes[n].scored and kv_slot >= len(slots.tokens))
     above = [nodes[n].parent for _, n in new]
     slots.grow([nodes[n].token for _, n in new], [ROOT if parent == ROOT else kv_slots[parent] for parent in above])

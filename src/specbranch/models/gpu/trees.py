@@ -85,7 +85,7 @@ class DeviceTree:
         spent = growth.seconds(0.0, min(uncomputed, len(growth.step))) if uncomputed else 0.0
         array = np.zeros(self.first + len(nodes) * len(NODE_FIELDS))
         array[: len(TREE_SCALARS)] = (
-            len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare,
+            len(nodes), sum(node.scored for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare,
             len(pages), moves.shape[1], noise[0], bool(noise[1]), growth.worth, growth.least, growth.free_time,
             growth.target_delay, growth.draft_delay, growth.row_price, growth.children, growth.rows, growth.deepest,
             growth.most, len(growth.step), room, len(nodes),
@@ -178,9 +178,9 @@ class DeviceTree:
             growing.add_candidates(
                 n, growth, *_candidates(results[int(now["asked"]) if n == ROOT else row].tolist(), growth.children)
             )
-        readable = growing.readable(growth)[:room]
-        chosen = growth.pace(now["spent"], [gain for _, gain in readable])
-        nexts = sorted(n for n, _ in readable[:chosen])
+        open_nodes = growing.open_nodes(growth)[:room]
+        chosen = growth.pace(now["spent"], [gain for _, gain in open_nodes])
+        nexts = sorted(n for n, _ in open_nodes[:chosen])
         kv_slots += [-1] * (len(growing.nodes) - count)
         for kv_slot, n in enumerate(nexts, tail):
             kv_slots[n] = kv_slot
@@ -188,7 +188,7 @@ class DeviceTree:
             self._pack(packed, bucket, growing.nodes, nexts, kv_slots, now, with_moves=step == 0 and results is None)
         now |= {
             "count": len(growing.nodes),
-            "fed": sum(node.fed for node in growing.nodes),
+            "fed": sum(node.scored for node in growing.nodes),
             "width": chosen,
             "tail": tail + chosen,
         }
