@@ -41,7 +41,7 @@ from specbranch.models.files.weights import (
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.loading import native_runner, open_model
 from specbranch.models.runners.native import NativeRunner
-from specbranch.models.runners.precision import agreed, kept_in, tell
+from specbranch.models.runners.precision import resolve_cache_dtype, resolve_precision, warn_about_int4
 
 SHARED = {f"{HUGGING_FACE[part]}.weight": part for part in ("embedding", "head")}
 
@@ -78,26 +78,27 @@ def load_draft(
     """Load a draft for a target.
 
     It takes embedding and head from `target_runner` if that runs on the same device in the same precision; otherwise it
-    reads them from the target's file. `weights`: how its matrices are stored; nothing: in int8 if its file says so,
-    else in `dtype`, as those of a made draft. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
+    reads them from the target's file. `weights`: how its matrices are stored; None: in int8 if its file says so, else
+    in `dtype`. A made draft ignores what its file says. `cache_dtype`: type of keys and values; None: `dtype`.
     """
     where = torch.device(device)
-    precision, stored = agreed(dtype, weights, where)
+    precision, stored = resolve_precision(dtype, weights, where)
     made = made_model(folder)
     found = open_for_target(folder if made is None else checked_base(made).path, target)
     arch, source = _own_tensors(found, made)
-    context, kept = arch.choose_context(context_length, shorten=True), kept_in(cache_dtype, precision, where)
+    context = arch.choose_context(context_length, shorten=True)
+    kv_dtype = resolve_cache_dtype(cache_dtype, precision, where)
     if made is None:
         stored = _own_storage(found.draft, where, precision, dtype) if weights is None else stored
         # A made target's embedding may have another size than its base's.
         shared = None if is_made(target) else Shared.of(target_runner, where, precision)
-        held = _sharing(found, shared, where, precision, stored)
-        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, weights=0, kept=kept)
+        tensors = _sharing(found, shared, where, precision, stored)
+        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, weights=0, cache_dtype=kv_dtype)
     else:
-        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, stored=stored, kept=kept)
-        held = _with_reduced_head(read_weights(arch, source, where, precision, stored), arch, found.draft.head_ids)
-    tell(held, stored, where)
-    return native_runner(Decoder(arch, held, context + tail), context, tail, pages, kept)
+        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, stored=stored, cache_dtype=kv_dtype)
+        tensors = _with_reduced_head(read_weights(arch, source, where, precision, stored), arch, found.draft.head_ids)
+    warn_about_int4(tensors, stored, where)
+    return native_runner(Decoder(arch, tensors, context + tail), context, tail, pages, kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)

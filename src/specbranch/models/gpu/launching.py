@@ -21,7 +21,7 @@ from specbranch.core.pages import PAGE, Copy
 from specbranch.core.runner import Feed
 from specbranch.core.slots import TAIL
 from specbranch.models.forward.decoder import Decoder
-from specbranch.models.forward.step_rows import Rows, dealt
+from specbranch.models.forward.step_rows import Rows, split_into_steps
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu.attention import blocks_of
 from specbranch.models.gpu.begun import Ahead, Followed, Received
@@ -135,12 +135,12 @@ class StepLauncher(NativeRunner):
         self._ahead = self._read = None
         blocks: list[Tensor] = []
         states: list[Tensor] = []
-        steps = list(dealt(work, self._most_rows(work)))
+        steps = list(split_into_steps(work, self._most_rows(work)))
         for number, step in enumerate(steps, 1):
             packed, bucket = pack(step, self.pool.pages * PAGE, least=self._graphs.step.least)
             sent = self._up({"step": packed, **(arrays if number == len(steps) else {})})
             self._graphs.bring(sent["step"])
-            ran = self._graphs.run_brought(bucket, self._tapped)
+            ran = self._graphs.run_brought(bucket, self._state_layers)
             rows = sum(len(part.tokens) for part in step)
             blocks.append(wide(ran.logits[:rows]))
             states += [] if ran.states is None else [ran.states[:rows].clone()]
@@ -252,7 +252,7 @@ class StepLauncher(NativeRunner):
     def _forget_moves(self) -> None:
         """Forget what was to move, and the KV slots it was to move to: its worker will have them read again."""
         for seq, _, first in self._moves:
-            if seq in self._held:
+            if seq in self._sequences:
                 self.rewind(seq, min(first, len(self.slots(seq).prefix)))
         self._moves = []
 

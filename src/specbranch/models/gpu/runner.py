@@ -63,7 +63,7 @@ class GpuRunner(StepLauncher):
         """Read new nodes, and answer what is asked about them, or about nodes read before."""
         work = [feed for feed in work if feed.tokens]
         self._ahead = self.grown_at = self.begun = None
-        with self._here(), self._grown(work) as rows:
+        with self._here(), self._appending(work) as rows:
             spots = [self.spot(ask.seq, ask.node, ask) for ask in asks]
             row_of = asking.rows_in(work, self._first_nodes(work))
             row_numbers = [row for ask in asks if (row := row_of(ask.seq, ask.node)) is not None]
@@ -93,16 +93,17 @@ class GpuRunner(StepLauncher):
     def grow(self, growing: Growing, done: Done) -> Tree | None:
         """Grow a tree by itself: one step after the other, each chosen by the device, of which the host hears no
         more than its width."""
-        held, read, self._ahead, self.grown_at, self.begun = self._held[growing.seq], self._read, None, None, None
-        read = read if read is not None and read.ends(growing, len(held.slots)) else None
-        room = self._grower.room(growing, held.slots, self._requests[growing.seq], read)
-        kv_slots = len(held.slots) + len(growing.uncomputed) + room
+        self._ahead = self.grown_at = self.begun = None
+        sequence, read = self._sequences[growing.seq], self._read
+        read = read if read is not None and read.ends(growing, len(sequence.slots)) else None
+        room = self._grower.room(growing, sequence.slots, self._requests[growing.seq], read)
+        kv_slots = len(sequence.slots) + len(growing.uncomputed) + room
         if not room:
             return None
         try:
             with self._here():
                 try:
-                    self._reach(held, len(held.slots), kv_slots)
+                    self._reserve(sequence, len(sequence.slots), kv_slots)
                 except CacheFull:  # step by step a tree may grow in what there is
                     return None
                 bucket = self._grower.bucket(kv_slots)
@@ -115,17 +116,17 @@ class GpuRunner(StepLauncher):
                     growing.receiver.take(self._grower.tree, count)
                 if read is not None:
                     self.begun = read.begun
-                return self._grower.grown(growing, held.slots, steps, count, read)
+                return self._grower.grown(growing, sequence.slots, steps, count, read)
         finally:
-            held.table.shrink(len(held.slots))
+            sequence.table.shrink(len(sequence.slots))
 
     def make_ready(self, seq: int, done: Done) -> None:
         """Write out the steps of texts that it may have to read ahead: those that end in its tail, and one or a few
         tokens behind that."""
-        held = self._held[seq]
-        first = len(held.slots.prefix)
-        starts = range(first, first + held.slots.depth + 1)
-        self._chains.write(seq, self._requests[seq], held.table, starts, done, (1, 4))
+        sequence = self._sequences[seq]
+        first = len(sequence.slots.prefix)
+        starts = range(first, first + sequence.slots.depth + 1)
+        self._chains.write(seq, self._requests[seq], sequence.table, starts, done, (1, 4))
 
     @torch.inference_mode()
     def read_ahead(self, feed: Feed) -> bool:
@@ -134,7 +135,7 @@ class GpuRunner(StepLauncher):
         spot = Spot(self._requests[seq], len(self.slots(seq).prefix) + count, list)
         if not count or count > GROUP_ROWS or not asking.is_chosen_in_graph(spot):
             return False
-        with self._here(), self._grown([feed]) as (rows,):
+        with self._here(), self._appending([feed]) as (rows,):
             moves = self._moves_for(count)
             step = self._chains.take(seq, rows.table, rows.start, feed.tokens, moves)
             if step is None:
@@ -149,22 +150,22 @@ class GpuRunner(StepLauncher):
         """Bring a tree to the device, and have its first step chosen. What is unread of its text is read for that,
         and committed."""
         seq, count, moves = growing.seq, len(growing.uncomputed), NO_MOVES
-        held, request = self._held[seq], self._requests[seq]
+        sequence, request = self._sequences[seq], self._requests[seq]
         if not count and self._moves:  # else they are made with the text's step
             moves = self._waiting_moves()
             if read is not None or not self._grower.carries(moves):
                 moves = NO_MOVES
                 self._up({})
-        self._grower.plant(growing, held.slots, request, held.table, room, moves, read)
+        self._grower.plant(growing, sequence.slots, request, sequence.table, room, moves, read)
         if not count:
             self._grower.choose(bucket, read)
             return
-        spot = Spot(request, len(held.slots.prefix) + count, list)
-        with self._grown([Feed(seq, growing.uncomputed, tuple(range(ROOT, count - 1)))]) as rows:
+        spot = Spot(request, len(sequence.slots.prefix) + count, list)
+        with self._appending([Feed(seq, growing.uncomputed, tuple(range(ROOT, count - 1)))]) as rows:
             self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, bucket)
         # Committed where it lies. No page is given back, as `keep` would: the tree's steps are about to write there.
         self._rows[seq].clear()
-        held.slots.keep(range(count), count)
+        sequence.slots.keep(range(count), count)
 
     def _grow_on(self, bucket: Bucket) -> None:
         """Run the step that the device chose for the tree, and have the next one chosen."""
@@ -176,20 +177,20 @@ class GpuRunner(StepLauncher):
     def run_ahead(self, lanes: Lanes, hear: Hear) -> int:
         """Draft on in lanes: a step is started, with what the device chose itself, before the last one is heard of."""
         seq, width, self._ahead, self.grown_at, self.begun = lanes.feed.seq, len(lanes.feed.tokens), None, None, None
-        held, request = self._held[seq], self._requests[seq]
-        spots = [Spot(request, held.slots.position(parent) + 2, list) for parent in lanes.feed.parents]
+        sequence, request = self._sequences[seq], self._requests[seq]
+        spots = [Spot(request, sequence.slots.position(parent) + 2, list) for parent in lanes.feed.parents]
         count = asking.entries_of([Ask(seq, ROOT, measure=lanes.measure)], spots[:1])
-        if count is None or width > GROUP_ROWS or held.slots.room < width * lanes.steps:
+        if count is None or width > GROUP_ROWS or sequence.slots.room < width * lanes.steps:
             return 0
         try:
             with self._here():
                 try:
-                    self._reach(held, len(held.slots), len(held.slots) + width * lanes.steps)
+                    self._reserve(sequence, len(sequence.slots), len(sequence.slots) + width * lanes.steps)
                 except CacheFull:  # step by step they may be drafted in what there is
                     return 0
-                return self._lane_steps(LaneSteps(held.table, held.slots, lanes, spots), count, hear)
+                return self._lane_steps(LaneSteps(sequence.table, sequence.slots, lanes, spots), count, hear)
         finally:
-            held.table.shrink(len(held.slots))
+            sequence.table.shrink(len(sequence.slots))
 
     def _lane_steps(self, steps: LaneSteps, count: int, hear: Hear) -> int:
         """Take steps until somebody has heard enough; one more may be under way then, which is as if it were not."""
@@ -209,7 +210,7 @@ class GpuRunner(StepLauncher):
         """Read new nodes and start judging; the verdicts wait for the device."""
         self.begun = None
         work = [feed for feed in work if feed.tokens]
-        with self._here(), self._tapping(self._wanted(work)), self._grown(work) as rows:
+        with self._here(), self._returning_states(self._wanted(work)), self._appending(work) as rows:
             spots = [spot for trial in trials for spot in self._spots_of(trial)]
             row_numbers = self._chosen_rows(work, rows, trials, spots)
             if row_numbers is None:
@@ -233,16 +234,16 @@ class GpuRunner(StepLauncher):
     def _expect(self, seq: int, on: Context, sending: SendingLater) -> tuple[np.ndarray, Launch] | None:
         """Have memory for what of a tree is verified; returns what is to be brought up with the tree, and how to begin
         with it once it has grown. Nothing: it has to be asked for."""
-        held, request, moves = self._held[seq], self._requests[seq], NO_MOVES
-        follows = len(held.slots.prefix) == len(on) - 1 and not held.slots.tokens and len(on.tail) > 0
-        if not follows or self._tapped or not asking.is_chosen_in_graph(Spot(request, len(on), list)):
+        sequence, request, moves = self._sequences[seq], self._requests[seq], NO_MOVES
+        follows = len(sequence.slots.prefix) == len(on) - 1 and not sequence.slots.tokens and len(on.tail) > 0
+        if not follows or self._state_layers or not asking.is_chosen_in_graph(Spot(request, len(on), list)):
             return None
         text = Expected(request, len(on) - 1, on.tail[-1], sending())
-        if len(text.sending.prices) >= GROUP_ROWS or held.slots.room <= len(text.sending.prices):
+        if len(text.sending.prices) >= GROUP_ROWS or sequence.slots.room <= len(text.sending.prices):
             return None
         with self._here():
             try:
-                self._reach(held, text.prefix, text.kv_slots)
+                self._reserve(sequence, text.prefix, text.kv_slots)
             except CacheFull:  # once it is asked for, it waits for memory as any other order
                 return None
             if self._moves:
@@ -250,26 +251,26 @@ class GpuRunner(StepLauncher):
                 if not self._graphs.step.moves or moves.shape[1] > TREE_MOVES:
                     moves = NO_MOVES
                     self._up({})
-        sheet = self._receiver.sheet(text, held.table, moves)
+        sheet = self._receiver.sheet(text, sequence.table, moves)
         return None if sheet is None else (sheet, partial(self._begin, seq, text, moves))
 
     def _begin(self, seq: int, text: Expected, moves: np.ndarray, tree: DeviceTree, nodes: int) -> None:
         """Begin to verify a tree that has just grown, on the stream that is current."""
         if tree.state.device != self.device:
             return
-        held, bucket, transfer = self._held[seq], self._receiver.bucket(text, nodes), self.transfer
+        sequence, bucket, transfer = self._sequences[seq], self._receiver.bucket(text, nodes), self.transfer
         around = None if self._stream is None else torch.cuda.current_stream(self.device)
         transfer.mark(around).wait(self._stream)
         with self._here():
             begun = self._moment()
-            self._receiver.send(tree, text, held.table, moves, bucket)
+            self._receiver.send(tree, text, sequence.table, moves, bucket)
             transfer.mark(self._stream).wait(around)  # before another tree is written there
             with self._moving():
                 ran = self._graphs.run_brought(bucket, 0, 1)
             assert ran.results is not None
             results = transfer.later(ran.results)
         self._ahead = Received(
-            seq, held.table, text.prefix, transfer.later(self._receiver.read, around), results, begun
+            seq, sequence.table, text.prefix, transfer.later(self._receiver.read, around), results, begun
         )
 
     def _spots_of(self, trial: Trial) -> list[Spot]:
@@ -289,12 +290,12 @@ class GpuRunner(StepLauncher):
         self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]
     ) -> list[list[int]] | None:
         """The rows of each trial in the step, if a graph can choose at all of them and nothing else is wanted."""
-        wanted = (
-            not trials or self._tapped or any(trial.logprobs is not None or trial.wants_forecast for trial in trials)
-        )
-        # others are judged later, by rows that are held
-        wanted = wanted or {feed.seq for feed in work} != {trial.seq for trial in trials}
-        if wanted or not self._is_one_step(rows) or not asking.are_chosen_in_graph(spots):
+        wants_more = any(trial.logprobs is not None or trial.wants_forecast for trial in trials)
+        # sequences without a trial are judged later, from rows that are kept
+        others = {feed.seq for feed in work} != {trial.seq for trial in trials}
+        if not trials or self._state_layers or wants_more or others:
+            return None
+        if not self._is_one_step(rows) or not asking.are_chosen_in_graph(spots):
             return None
         return asking.trial_rows(trials, asking.rows_in(work, self._first_nodes(work)))
 
