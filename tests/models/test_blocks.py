@@ -424,7 +424,7 @@ def test_rows_that_are_kept_unpacked_are_those_of_the_file(
         count = int(torch.randint(1, 90, (), generator=rng))
         ids = torch.randint(0, table.shape[0], (count,), generator=rng)
         assert torch.equal(table[ids], wide[ids])
-    assert 0 < len(table._places) <= 70
+    assert 0 < len(table._row_of) <= 70
 
 
 @pytest.mark.parametrize("name", ["llama Q4_1", "qwen2 Q8_0"])
