@@ -231,7 +231,7 @@ class _BlockTile:
         return w.op(f"shufflevector {both}, <4 x i32> <{lanes}>")
 
     def _numbers(self, w: Writer, at: str) -> Iterator[tuple[int, list[str]]]:
-        """Write the unpacking of a block's numbers, lazily: per four inputs a vector of bytes for each part of the tile.
+        """Write the unpacking of a block's numbers, lazily: for four inputs a vector of bytes per part of the tile.
 
         For pairs of rows it is two vectors for every eight inputs. Both nibbles of a byte come in turn, so that few
         vectors are in registers at a time.
