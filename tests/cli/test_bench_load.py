@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from in_process import Command, Done
 
+from specbranch.core.orders import Orders, Reports
+from specbranch.lab.bench.under_load import _Arrivals
 from specbranch.pairs import Pair
 
 LINES = ("one bird is a guess", "a second bird is a branch", "three birds are a tree")
@@ -69,10 +71,17 @@ def test_by_the_wall_clock_methods_take_turns_and_every_text_is_compared(
         assert row["clock"] == "wall" and row["differing"] == 0 and row["repeats"] == 2
         assert row["requests"] >= 2 * row["at_once"] and row["tokens"] > 0 and row["tokens_per_second"] > 0
         assert len(row["ms_to_first"]) == len(row["ms_per_token"]) == 3 and min(row["ms_to_first"]) > 0
+        assert (
+            row["ms_between"] == sorted(row["ms_between"]) and len(row["ms_between"]) == 3 and row["ms_between"][0] > 0
+        )
         assert row["over_plain"] == 1.0 or row["method"] != "autoregressive"
     assert (prompts / "out" / "load-wall.svg").read_text().startswith("<svg")
     again = loaded(command, prompts, "--at-once", "2", "--repeats", "1")
-    assert "ms to the first" in again.out and "measured, median of 1 turns" in again.out
+    assert (
+        "ms to the first" in again.out
+        and "ms between rounds" in again.out
+        and "measured, median of 1 turns" in again.out
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,3 +122,11 @@ def test_a_target_alone_can_be_loaded(command: Command, tiny: Pair, prompts: Pat
     assert [row["method"] for row in json.loads(done.out)["rows"]] == ["autoregressive", "lookup"]
     refused = command(*asked, "--methods", "specbranch")
     assert refused.code == 2 and "needs a draft model" in refused.err
+
+
+def test_a_gap_lies_between_two_rounds_that_added_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, times = _Arrivals(), iter((1.0, 1.5, 3.5))
+    monkeypatch.setattr("specbranch.lab.bench.under_load.time.perf_counter", lambda: next(times))
+    for added in (1, 0, 4, 0, 0, 2):  # rounds of others, and of a draft alone, add nothing
+        arrived.note(Orders(), Reports(), added)
+    assert arrived.gaps() == [0.5, 2.0]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -17,6 +18,8 @@ from specbranch.answer import Output
 from specbranch.charts import ChartLine, line_chart
 from specbranch.clock.shipped import WALL
 from specbranch.core.experience import Experience
+from specbranch.core.orders import Orders, Reports
+from specbranch.engine_core import raise_failure
 from specbranch.lab.bench.clocks import Clock
 from specbranch.lab.bench.methods import default_setting
 from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
@@ -49,6 +52,8 @@ class LoadRow:
     repeats: int = 1
     differing: int = 0  # texts that differ from plain decoding's
     bound: float | None = None  # by a profile: the most that any choice of rows could gain over plain decoding
+    # by the wall clock: time between two rounds that added tokens to the same request, over all gaps of all requests
+    ms_between: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -126,6 +131,7 @@ class _Answered:
 
     seconds: float
     outputs: tuple[Output, ...]
+    gaps: tuple[float, ...]  # seconds between two rounds that added tokens to the same request
 
     @property
     def tokens_per_second(self) -> float:
@@ -136,20 +142,39 @@ class _Answered:
         return [output.stats[name] for output in self.outputs if len(output.token_ids) > 1]
 
 
+class _Arrivals:
+    """When a request's rounds added tokens to it."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def note(self, orders: Orders, reports: Reports, added: int) -> None:
+        """Note a round, as a session's `on_round`."""
+        if added:
+            self.times.append(time.perf_counter())
+
+    def gaps(self) -> list[float]:
+        """Return the time between each two of them."""
+        return [later - earlier for earlier, later in pairwise(self.times)]
+
+
 def _answered(
     recorded: RecordedPair, prompts: Sequence[list[int]], workload: Workload, method: str, count: int
 ) -> _Answered:
     config = default_setting(method).config
     assert config is not None
     llm, many = recorded.llm.using(speculative=config), list(prompts) * _rounds(count, len(prompts))
-    llm.max_batch = count
+    params = replace(workload.params(), seed=workload.seed)
+    answers = [answer for prompt in many for answer in llm.core.samples(prompt, params, llm.decoding)]
+    arrivals = [_Arrivals() for _ in answers]
+    for answer, arrived in zip(answers, arrivals, strict=True):
+        answer.session.on_round = arrived.note
     started = time.perf_counter()
-    outputs = llm.generate(many, replace(workload.params(), seed=workload.seed))
+    outputs = tuple(answer.output() for answer in llm.core.finished(answers, count))
     seconds = time.perf_counter() - started
     for output in outputs:
-        if output.error is not None:
-            raise output.error
-    return _Answered(seconds, tuple(outputs))
+        raise_failure(output)
+    return _Answered(seconds, outputs, tuple(gap for arrived in arrivals for gap in arrived.gaps()))
 
 
 def _rounds(count: int, prompts: int) -> int:
@@ -179,11 +204,12 @@ def _wall_row(
         _percentiles([seconds for run in runs for seconds in run.of_each("ttft_seconds")]),
         len(runs),
         sum(output.token_ids != text for output, text in zip(outputs, texts, strict=True)),
+        ms_between=_percentiles([gap for run in runs for gap in run.gaps]),
     )
 
 
 def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
-    ordered = sorted(seconds)
+    ordered = sorted(seconds) or [0.0]
     return tuple(1000.0 * ordered[min(len(ordered) * part // 100, len(ordered) - 1)] for part in PERCENTILES)
 
 
@@ -207,16 +233,17 @@ def table(rows: Sequence[LoadRow]) -> list[str]:
             else f"time by profile {clock}, prompts not counted"
         )
         lines += ["", f"{rows[0].pair}, {said}"]
-        first = "   ms to the first, p50 / p95 / p99" if by_wall else ""
+        first = f"   {'ms between rounds, p50 / p95 / p99':34}   ms to the first, p50 / p95 / p99" if by_wall else ""
         most = "" if by_wall else f"{'at most':>10}"
         head = f"{'method':23}{'at once':>8}{'tokens/s':>10}{'over plain':>12}{most}"
         head += f"   {'ms a token, p50 / p95 / p99':27}"
         lines.append((head + first).rstrip())
         for row in here:
-            times, before = (" / ".join(f"{ms:.1f}" for ms in one) for one in (row.ms_per_token, row.ms_to_first))
+            shown = row.ms_per_token, row.ms_between, row.ms_to_first
+            times, between, before = (" / ".join(f"{ms:.1f}" for ms in one) for one in shown)
             figures = f"{row.at_once:8}{row.tokens_per_second:10.0f}{row.over_plain:11.2f}×"
             figures += f"{row.bound:9.2f}×" if row.bound is not None else ""
-            lines.append(f"{row.method:23}{figures}   {times:27}   {before}".rstrip())
+            lines.append(f"{row.method:23}{figures}   {times:27}   {between:34}   {before}".rstrip())
         if differing := sum(row.differing for row in here):
             lines.append(f"{differing} texts differ from plain decoding's.")
     return lines[1:]

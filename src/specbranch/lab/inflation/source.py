@@ -42,7 +42,7 @@ class InflatedModel:
 
     @property
     def is_draft(self) -> bool:
-        """True if it runs beside its target alone."""
+        """True if it runs only with its target."""
         return self.recipe.kind == "draft"
 
     @property

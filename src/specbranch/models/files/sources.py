@@ -43,7 +43,7 @@ class MadeModel(Protocol):
 
     @property
     def is_draft(self) -> bool:
-        """True if it runs beside its target alone."""
+        """True if it runs only with its target."""
         ...
 
     @property
@@ -106,9 +106,7 @@ def made_alone(folder: Path) -> MadeModel:
     found = made_model(folder)
     assert found is not None, "located as a made model"
     if found.is_draft:
-        raise ModelError(
-            f"{folder} ({found.name}) is a draft, which runs beside its target alone. Name it with --draft."
-        )
+        raise ModelError(f"{folder} ({found.name}) is a draft, which runs only with its target. Name it with --draft.")
     return found
 
 

@@ -115,7 +115,7 @@ def settle(ids, choosing, counts, tops, columns, sums, picks, results, arrived, 
     e = tl.arange(0, ENTRIES)
     held = e < tiles * COUNT
     score = tl.load(tops + row * tiles * COUNT + e, mask=held, other=float("-inf"))
-    column = tl.load(columns + row * tiles * COUNT + e, mask=held, other=NOWHERE)
+    candidates = tl.load(columns + row * tiles * COUNT + e, mask=held, other=NOWHERE)
     best = tl.max(score, 0)
     t = tl.arange(0, TILES)
     own = tl.load(tops + (row * tiles + t) * COUNT, mask=t < tiles, other=float("-inf"))
@@ -125,7 +125,7 @@ def settle(ids, choosing, counts, tops, columns, sums, picks, results, arrived, 
         tl.store(result + BOUND, _bound(sums + row * tiles + t, tl.num_programs(0) * tiles, t < tiles))
     for rank in tl.static_range(COUNT):
         top = tl.max(score, 0)
-        at = tl.min(tl.where(score == top, column, NOWHERE), 0)
+        at = tl.min(tl.where(score == top, candidates, NOWHERE), 0)
         column = tl.minimum(at, width - 1)  # any token, if all scores are NaN
         token = tl.load(ids + column).to(tl.int32) if LISTED else column
         if rank == 0:
@@ -133,7 +133,7 @@ def settle(ids, choosing, counts, tops, columns, sums, picks, results, arrived, 
             tl.store(result, token.to(tl.float32))
         tl.store(result + BEFORE + rank, token.to(tl.float32))
         tl.store(result + BEFORE + COUNT + rank, top)
-        score = tl.where(column == at, float("-inf"), score)
+        score = tl.where(candidates == at, float("-inf"), score)
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived, 0)

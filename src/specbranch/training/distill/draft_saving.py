@@ -178,7 +178,7 @@ library_name: specbranch
 
 A draft for speculative decoding of {info.target}: {len(info.layers)} layers, started from the target's layers
 {layers} and trained to give the target's own distribution on text the target wrote. It proposes {head}.
-Embedding and output head are the target's and are not in this folder, so the draft runs beside its target only
+Embedding and output head are the target's and are not in this folder, so the draft runs only with its target
 (sha256 of the embedding in float32: `{info.target_fingerprint}`). Weights are stored as {info.storage}.
 
 Licence: {_licence_sentence(licence)}
