@@ -60,14 +60,18 @@ def load_native(
     weights = default_weight_storage(source, where) if weights is None and dtype is None else weights
     precision, stored = resolve_precision(dtype, weights, where)
     context = arch.choose_context(context_length, shorten=shorten)
-    if stored == "stored":
-        require_blocks(source)
-    size = sum(stored_kinds(source).values()) if isinstance(source, GgufFile) and stored == "stored" else None
+    weight_bytes = _block_bytes(source) if stored == "stored" else None
     kv_dtype = resolve_cache_dtype(cache_dtype, precision, where)
-    pages = pool_pages(arch, precision, where, context, tail, cache_tokens, size, stored, kv_dtype)
+    pages = pool_pages(arch, precision, where, context, tail, cache_tokens, weight_bytes, stored, kv_dtype)
     tensors = read_weights(arch, source, where, precision, stored)
     warn_about_int4(tensors, stored, where)
     return native_runner(Decoder(arch, tensors, context + tail), context, tail, pages, kv_dtype)
+
+
+def _block_bytes(source: TensorSource) -> int | None:
+    """Return the bytes of matrices that stay in their file's blocks; raises unless the file has blocks."""
+    require_blocks(source)
+    return sum(stored_kinds(source).values()) if isinstance(source, GgufFile) else None
 
 
 def native_runner(

@@ -1,7 +1,7 @@
 """LLVM text that rounds rows to int8.
 
-Owns the text and the layout of rounded rows. Every 32 inputs are a block of 48 bytes: the numbers, their scale, the
-scale times the sum of the numbers (both float32), that sum as an integer, and the sum of the first 16 numbers.
+Owns the text and the layout of rounded rows. Every 32 inputs are a block of 48 bytes: first the numbers, then their
+scale and the scale times their sum (both float32), then their sum and the sum of the first 16 (both integers).
 Invariant: the greatest number of a block becomes 127, and a block's sums are exact.
 """
 

@@ -204,8 +204,8 @@ class BlockPart:
     def _fields_in(self, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of the fields of some tiles.
 
-        These are the words of the numbers [tiles, blocks, words, 8], the halves [tiles, blocks, halves, 8], and the
-        factors [tiles, supers, 1 or 2, 8].
+        Words of the numbers: [tiles, blocks, words, 8]; halves: [tiles, blocks, halves, 8]; factors: [tiles, supers, 1
+        or 2, 8].
         """
         form, many = self.form, tiles.shape[0]
         supers = self.ins // SUPER if form.supers else 1

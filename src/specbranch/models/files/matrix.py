@@ -3,8 +3,8 @@
 Owns these layouts and the quantisation to them, on the matrix's device. Invariant: integers are symmetric around zero
 and scales are float32, so a weight is `number · scale` in every precision.
 
-int4 packs two numbers into a byte. Within a group of 128 inputs, byte j of 64 has input j in its low nibble and input
-j + 64 in its high nibble, each as the number plus 8.
+int4 packs two numbers into a byte, each as the number plus 8. A group of 128 inputs has 64 bytes: byte j has input j in
+its low nibble and input j + 64 in its high nibble.
 """
 
 from __future__ import annotations

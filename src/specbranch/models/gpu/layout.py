@@ -3,8 +3,8 @@
 Owns the order of the sections and their padding. A row reads the positions before `shared` through its group's page
 table, the others, itself last, through its own path. Sampling parameters and pending moves of KV slots are sections,
 too. Invariants: the bucket alone decides where a section lies, so a captured graph reads every step of a bucket through
-the same views. A row's position alone decides `shared`, as long as the part of its tail that does not lie at its own
-positions is at most a group deep.
+the same views. A row's position alone decides `shared`, unless its tail is too deep: the part that does not lie at its
+own positions may have one group at most.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Owns the order of every sum. Invariant: a row's bits depend neither on other row
   product is fused with a sum (`enable_fp_fusion`).
 
 A layer writes the residual stream twice: as it is, and times the next norm's weights, as the next product reads it.
-Each tile writes the sum of its squares; the next product divides by their root. Weights are plain numbers (STORED 0),
-int8 with a scale for each output (8), or int4 with a scale for each group of 128 inputs (4). Buffers have whole tiles
+Each tile writes the sum of its squares; the next product divides by their root. STORED is 0 for plain weights, 8
+for int8 with a scale for each output, and 4 for int4 with a scale for each 128 inputs. Buffers have whole tiles
 of rows: padding rows are computed, too, and nobody reads them. If kernels may start early (EARLY), each waits for the
 end of the one before it before it reads anything. It lets the next one start when it has read all it needs.
 """
