@@ -167,9 +167,9 @@ def tune(case: Case, given: argparse.Namespace) -> list[dict[str, Any]]:
     graph."""
     model = Shaped(case.shape, torch.device(given.device), case.context, sequences=2)
     found = []
-    pinned = attention.SHARED_BLOCK, attention.OWN_AT_ONCE, attention.WARPS, attention.STAGES
+    pinned = attention.SHARED_BLOCK, attention.PATH_BLOCK, attention.WARPS, attention.STAGES
     for block, line, warps, stages in [*SETTINGS, pinned]:
-        attention.SHARED_BLOCK, attention.OWN_AT_ONCE, attention.WARPS, attention.STAGES = block, line, warps, stages
+        attention.SHARED_BLOCK, attention.PATH_BLOCK, attention.WARPS, attention.STAGES = block, line, warps, stages
         one, many = (attention_alone(model, given, rows) for rows in (1, 16))
         found.append(
             {

@@ -214,14 +214,14 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
             if choice.runner == "native":
                 raise
             log.warning("%s Using the transformers runner instead, which is slower.", reason)
-    from specbranch.models.runners.precision import alike
+    from specbranch.models.runners.precision import resolve_single_dtype
 
     if choice.cache_dtype is not None:
         raise BadParameter(
             f"cache_dtype is {choice.cache_dtype!r}, but the transformers runner stores keys and values in what it "
             "computes in. Leave --cache-dtype out."
         )
-    asked["dtype"] = alike(dtype, choice.weights, "transformers")
+    asked["dtype"] = resolve_single_dtype(dtype, choice.weights, "transformers")
     from specbranch.models.runners.transformers_runner import load_transformers
 
     return load_transformers(source, spread=choice.device_map is not None, **asked)

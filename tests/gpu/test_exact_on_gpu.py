@@ -62,7 +62,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def runner(loaded: NativeRunner) -> Iterator[NativeRunner]:
     """One model for many tests; what a failed one left open is closed."""
     yield loaded
-    for seq in list(loaded._held):
+    for seq in list(loaded._sequences):
         loaded.close(seq)
 
 
@@ -103,7 +103,7 @@ def test_a_row_has_the_same_bits_among_many(count: int, runner: NativeRunner) ->
         runner.open(seq, GREEDY)
         runner.extend(seq, text)
     torch.cuda.synchronize()
-    runner.memory.data[runner._held[1].table.pages[0], :, :, :, 0] = float("nan")
+    runner.memory.data[runner._sequences[1].table.pages[0], :, :, :, 0] = float("nan")
     feeds = [Feed(seq, (seq % 300,), (ROOT,)) for seq in range(count)]
     alone = [runner.score([feed])[0][0] for feed in feeds if feed.seq % 17 == 0]
     for seq in range(count):

@@ -62,7 +62,7 @@ def read(runner: NativeRunner, seq: int, text: list[int]) -> torch.Tensor:
     """Read a prompt; returns what is in the cache of it [tokens, layers, 2, kv_heads, head_dim]."""
     runner.open(seq, GREEDY)
     runner.extend(seq, text)
-    kv_slots = runner._held[seq].table.flat(np.arange(len(text)))
+    kv_slots = runner._sequences[seq].table.flat(np.arange(len(text)))
     torch.cuda.synchronize()  # it was read on the runner's own stream
     return runner.memory.data[torch.from_numpy(kv_slots // PAGE), :, :, :, torch.from_numpy(kv_slots % PAGE)].cpu()
 

@@ -57,7 +57,7 @@ def both(loaded: list[NativeRunner]) -> Iterator[list[NativeRunner]]:
     """Models for many tests; what was left open is closed, and nothing stays known."""
     yield loaded
     for runner in loaded:
-        for seq in list(runner._held):
+        for seq in list(runner._sequences):
             runner.close(seq)
         runner.pool.drop(runner.pool.take(runner.pool.pages))
         runner.check()

@@ -16,7 +16,7 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.forward.decoder import Decoder
-from specbranch.models.forward.step_rows import Rows, dealt, rows_of_chunk, rows_of_nodes
+from specbranch.models.forward.step_rows import Rows, rows_of_chunk, rows_of_nodes, split_into_steps
 from specbranch.models.gpu.attention import Attend
 from specbranch.models.gpu.layout import pack
 from specbranch.models.gpu.step import GpuStep, Graphs
@@ -96,7 +96,7 @@ class Stepper:
     def score(self, work: Sequence[Rows]) -> torch.Tensor:
         """The logits of all rows, in as many steps as it takes."""
         found = []
-        for some in dealt(work, min(self.graphs.step.most_rows, 128)):
+        for some in split_into_steps(work, min(self.graphs.step.most_rows, 128)):
             packed, bucket = pack(some, PAGES * PAGE, least=self.graphs.step.least)
             found.append(self.graphs.run(packed, bucket)[: sum(len(rows.tokens) for rows in some)].clone())
         return torch.cat(found)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specbranch.core.pages import PAGE
-from specbranch.models.cache.kv_memory import _whole, widened
+from specbranch.models.cache.kv_memory import _quantised, widened
 from specbranch.models.cpu.attention_text import SPLIT, Registers, attention, part_floats
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.machine_code import compile_text
@@ -38,7 +38,7 @@ class Sequence:
     def __post_init__(self) -> None:
         made, pages = torch.Generator().manual_seed(self.seed), -(-self.count // PAGE)
         memory = torch.randn(pages + 2, LAYERS, 2, self.shape.kv_heads, PAGE, self.shape.head_dim, generator=made)
-        self.memory = {4: memory, 2: memory.bfloat16(), 1: _whole(memory)}[self.shape.size]
+        self.memory = {4: memory, 2: memory.bfloat16(), 1: _quantised(memory)}[self.shape.size]
         self.order = torch.randperm(pages + 2, generator=made)[:pages].numpy()
         self.query = torch.randn(self.shape.row, generator=made)
 

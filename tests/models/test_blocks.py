@@ -46,7 +46,7 @@ from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.stored_rows import StoredRows
 from specbranch.models.loading import load_native
 from specbranch.models.runners.native import NativeRunner
-from specbranch.models.runners.precision import agreed
+from specbranch.models.runners.precision import resolve_precision
 from test_identity_models import SHAPINGS, compare
 from test_weights import HALVES, random_blocks, write_gguf
 from tiers import each_value, tiered
@@ -424,7 +424,7 @@ def test_rows_that_are_kept_unpacked_are_those_of_the_file(
         count = int(torch.randint(1, 90, (), generator=rng))
         ids = torch.randint(0, table.shape[0], (count,), generator=rng)
         assert torch.equal(table[ids], wide[ids])
-    assert 0 < len(table._places) <= 70
+    assert 0 < len(table._row_of) <= 70
 
 
 @pytest.mark.parametrize("name", ["llama Q4_1", "qwen2 Q8_0"])
@@ -476,9 +476,9 @@ def test_what_lies_in_no_blocks_is_refused_and_only_said_of_what_was_asked_for(t
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", None), ("cpu", "bfloat16"), ("cpu", "float64")])
 def test_stored_weights_go_with_a_cpu_and_float32_alone(device: str, dtype: str | None) -> None:
-    assert agreed(None, "stored", torch.device("cpu")) == (torch.float32, "stored")
+    assert resolve_precision(None, "stored", torch.device("cpu")) == (torch.float32, "stored")
     with pytest.raises(BadParameter, match="expected a CPU and float32"):
-        agreed(dtype, "stored", torch.device(device))
+        resolve_precision(dtype, "stored", torch.device(device))
 
 
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {

@@ -13,11 +13,11 @@ from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter
 from specbranch.experiences import experience_folder
 from specbranch.models.cache import pool_size
-from specbranch.models.cache.kv_memory import _whole, page_bytes, widened
+from specbranch.models.cache.kv_memory import _quantised, page_bytes, widened
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.loading import load_native
 from specbranch.models.runners.native import NativeRunner
-from specbranch.models.runners.precision import kept_in
+from specbranch.models.runners.precision import resolve_cache_dtype
 from specbranch.models.sampling.logit_rows import collate
 from test_identity_models import SHAPINGS, compare
 from tiers import each_value
@@ -93,7 +93,7 @@ def stored_and_exact(folder: Path, cache_dtype: str) -> tuple[torch.Tensor, torc
     for runner in (loaded(folder, cache_dtype), loaded(folder, None)):
         runner.open(0, GREEDY)
         runner.score([Feed(0, (7,), (ROOT,))])
-        found.append(runner.memory.data[runner._held[0].table.pages[0], 0, :, :, 0])
+        found.append(runner.memory.data[runner._sequences[0].table.pages[0], 0, :, :, 0])
     return found[0], found[1]
 
 
@@ -110,12 +110,12 @@ def test_whole_numbers_have_a_scale_for_each_head(folders: dict[str, Path]) -> N
     numbers = kept[..., :-4]
     assert torch.equal(kept[..., -4:].contiguous().view(torch.float32), scale) and scale.unique().numel() == 4
     assert (numbers.abs().amax(-1) == 127).all() and ((numbers * scale - exact).abs() <= 0.5001 * scale).all()
-    assert torch.equal(kept, _whole(exact)), "the plain decoder rounds otherwise"
+    assert torch.equal(kept, _quantised(exact)), "the plain decoder rounds otherwise"
 
 
 def test_a_head_of_zeros_and_one_that_is_no_number_stay_what_they_are() -> None:
     given = torch.tensor([[0.0, 0.0, 0.0], [1.0, -2.0, 0.5], [float("nan"), 1.0, 2.0]])
-    found = widened(_whole(given), torch.float32)
+    found = widened(_quantised(given), torch.float32)
     assert torch.equal(found[0], given[0]) and found[2].isnan().all() and abs(found[1, 1] + 2.0) < 1e-6
 
 
@@ -155,7 +155,7 @@ def test_what_was_read_has_the_bits_of_what_was_scored(cache_dtype: str, folders
                 some = text[start : start + 50]
                 runner.score([Feed(seq, tuple(some), tuple(range(ROOT, len(some) - 1)))])
                 runner.keep(seq, tuple(range(len(some))), len(some))
-        held.append(runner.memory.data[runner._held[seq].table.pages[0], :, :, :, : len(text)])
+        held.append(runner.memory.data[runner._sequences[seq].table.pages[0], :, :, :, : len(text)])
     assert torch.equal(*held)
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(folders: dict[str, Path], pair:
     with pytest.raises(BadParameter, match="Leave --cache-dtype out"):
         LLM(pair[0], options={"runner": "transformers", "cache_dtype": "bfloat16"}, device="cpu")
     with pytest.raises(BadParameter, match="on cuda keys and values are stored in float16"):
-        kept_in("bfloat16", torch.float16, torch.device("cuda"))
+        resolve_cache_dtype("bfloat16", torch.float16, torch.device("cuda"))
     with pytest.raises(BadParameter, match="cache_dtype is 'int8', but on cuda"):
-        kept_in("int8", torch.bfloat16, torch.device("cuda"))
-    assert kept_in("bfloat16", torch.bfloat16, torch.device("cuda")) is None
+        resolve_cache_dtype("int8", torch.bfloat16, torch.device("cuda"))
+    assert resolve_cache_dtype("bfloat16", torch.bfloat16, torch.device("cuda")) is None

@@ -22,7 +22,7 @@ from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import ReducedHead, read_weights
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.fused_step import STEP_ROWS, FusedStep
-from specbranch.models.forward.step_rows import Rows, dealt
+from specbranch.models.forward.step_rows import Rows, split_into_steps
 from specbranch.models.loading import load_native, open_model
 from specbranch.models.runners.native import COMPILED_CHUNK, NativeRunner
 from specbranch.models.sampling.logit_rows import TensorRow, collate
@@ -189,7 +189,7 @@ def poison(runner: NativeRunner, seq: int) -> Feed:
     """A sequence in whose cache there is nothing but NaN, and a row of it."""
     runner.open(seq, GREEDY)
     runner.extend(seq, some_tokens(5))
-    runner.memory.data[runner._held[seq].table.pages] = float("nan")
+    runner.memory.data[runner._sequences[seq].table.pages] = float("nan")
     return Feed(seq, (1,), (ROOT,))
 
 
@@ -250,7 +250,7 @@ def test_rows_are_dealt_out_in_order(folders: dict[str, Path]) -> None:
         Rows(table, tokens, 3, 3, [2**i for i in range(len(tokens))])
         for tokens in ((1, 2, 3), (), (4, 5), (6, 7, 8, 9, 10), (11,))
     ]
-    steps = list(dealt(work, 4))
+    steps = list(split_into_steps(work, 4))
     assert [[rows.tokens for rows in step] for step in steps] == [
         [(1, 2, 3), (4,)],
         [(5,), (6, 7, 8)],
@@ -258,7 +258,7 @@ def test_rows_are_dealt_out_in_order(folders: dict[str, Path]) -> None:
     ]
     assert [rows.start for rows in steps[1]] == [4, 3] and steps[2][0].start == 6
     assert steps[2][0].seen == [8, 16]
-    assert [len(step) for step in dealt(work[:3], 5)] == [2] and not list(dealt([], 4))
+    assert [len(step) for step in split_into_steps(work[:3], 5)] == [2] and not list(split_into_steps([], 4))
 
 
 def test_a_prompt_is_read_by_the_compiled_step_piece_by_piece(

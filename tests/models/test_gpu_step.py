@@ -14,7 +14,7 @@ from packed_steps import PAGES, Stepper, chain_with_siblings, decoder_of, expect
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.cache.kv_memory import Table
-from specbranch.models.forward.step_rows import Rows, dealt, rows_of_chunk, shared_end
+from specbranch.models.forward.step_rows import Rows, rows_of_chunk, shared_end, split_into_steps
 from specbranch.models.gpu.attention import attend_plainly, choose_attend
 from specbranch.models.gpu.layout import LONGEST_OWN, MOST_STEP_ROWS, Bucket, Views, bucket_of, pack, packed_size, views
 from tiers import each_value
@@ -88,7 +88,7 @@ def test_what_a_row_shares_depends_on_its_position_alone() -> None:
 
 def test_a_long_chunk_dealt_out_to_steps_has_short_lines() -> None:
     table = Table(Pool(8), [5, 3, 1, 0])
-    for some in dealt([rows_of_chunk(table, [1] * 600, 50)], 128):
+    for some in split_into_steps([rows_of_chunk(table, [1] * 600, 50)], 128):
         step = packed_views(some)
         assert int(step.own_count.max()) <= 64
         assert places_seen(step, 0) == table.flat(np.arange(int(step.positions[0]) + 1)).tolist()

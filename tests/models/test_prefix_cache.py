@@ -69,7 +69,7 @@ def made(kind: str, decoder: Decoder, chunk: int = 256, pages: int = 16) -> Nati
 
 def held_bits(runner: NativeRunner, seq: int) -> torch.Tensor:
     """All that is in the cache of a sequence's prefix."""
-    held = runner._held[seq]
+    held = runner._sequences[seq]
     kv_slots = held.table.flat(np.arange(len(held.slots.prefix)))
     return runner.memory.data[kv_slots // PAGE, :, :, :, kv_slots % PAGE].clone()
 
@@ -126,7 +126,7 @@ def test_a_prompt_that_begins_like_another_has_the_bits_of_reading_it(kind: str,
         runner.check()
         if seq % 2:
             runner.close(seq)
-    for seq in list(runner._held):
+    for seq in list(runner._sequences):
         runner.close(seq)
     runner.check()
     assert runner.pool.free == runner.pool.pages and runner.pool.idle > 0
@@ -330,7 +330,7 @@ def test_an_interrupt_at_any_line_leaves_pages_in_order_and_nothing_wrong_known(
                 doing(runner)
         except KeyboardInterrupt:
             if doing is rewind:  # it leaves the counting to who fails next
-                runner._settle()
+                runner._recount_pages()
             runner.check()
         else:
             assert interrupts.left > 0
@@ -379,7 +379,7 @@ class Exercise:
                     what(seq)
             except CacheFull:
                 self.full += 1
-            if seq in self.runner._held:
+            if seq in self.runner._sequences:
                 self.bits[seq] = held_bits(self.runner, seq)
             self.evicted += self.runner.pool.idle < idle and what in (self.step, self.write)
             self.check()
@@ -415,7 +415,7 @@ class Exercise:
     def interrupts(self) -> Iterator[None]:
         """Now and then have the next copy, or one of the next chunks, interrupted."""
         runner, left = self.runner, [self.rng.randrange(4)]
-        real = {name: getattr(runner, name) for name in ("_store", "_copy")}
+        real = {name: getattr(runner, name) for name in ("_store_chunk", "_copy")}
 
         def interrupted(name: str, *given: Any) -> None:
             left[0] -= 1
@@ -456,9 +456,9 @@ class Exercise:
         """Another sequence that shares the beginning of this one, wherever that ends."""
         length, other = self.rng.randint(0, len(self.runner.slots(seq).prefix)), next(self.numbers)
         self.runner.open(other, GREEDY)
-        held = self.runner._held[other]
+        held = self.runner._sequences[other]
         held.slots.extend(self.runner.slots(seq).prefix[:length])
-        held.table.pages = self.runner._held[seq].table.fork(length).pages
+        held.table.pages = self.runner._sequences[seq].table.fork(length).pages
         self.bits[other] = held_bits(self.runner, other)
 
     def close(self, seq: int) -> None:

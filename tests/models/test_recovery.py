@@ -32,7 +32,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> NativeRunner:
 
 def opened(runner: NativeRunner, prompt: int) -> Verifier:
     """A worker with a session 0 and nothing read of it."""
-    if 0 in runner._held:
+    if 0 in runner._sequences:
         runner.close(0)
     verifier = Verifier(runner)
     verifier.open(0, Request(SamplingParams(), 0, prompt))

@@ -31,7 +31,7 @@ from specbranch.models.forward.stored_linear import StoredLinear
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native, open_model
 from specbranch.models.runners.native import NativeRunner
-from specbranch.models.runners.precision import agreed
+from specbranch.models.runners.precision import resolve_precision
 from test_decoder import scores
 from test_identity_models import SHAPINGS, compare
 from tiers import each_pair, each_value, tiered
@@ -205,7 +205,7 @@ def test_a_matrix_gets_the_kernel_where_there_is_one_and_the_plain_product_elsew
 def test_precision_and_storage_agree(
     dtype: str | None, weights: WeightsName | None, device: torch.device, expected: Any
 ) -> None:
-    assert agreed(dtype, weights, device) == expected
+    assert resolve_precision(dtype, weights, device) == expected
 
 
 def test_floats_that_nothing_multiplies_are_refused() -> None:
@@ -218,12 +218,12 @@ def test_floats_that_nothing_multiplies_are_refused() -> None:
             BadParameter,
             match=rf"weights is '{weights}' and dtype '{dtype}'; expected the same of both.*Leave --weights or",
         ):
-            agreed(dtype, weights, device)
+            resolve_precision(dtype, weights, device)
 
 
 def test_without_a_kernel_bfloat16_weights_bring_their_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECBRANCH_LINEAR", "torch")
-    assert agreed(None, "bfloat16", CPU) == (BFLOAT16, None)
+    assert resolve_precision(None, "bfloat16", CPU) == (BFLOAT16, None)
 
 
 # --- reading ---

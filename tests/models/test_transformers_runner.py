@@ -239,7 +239,7 @@ def _random_keep(dice: random.Random, runner: TransformersRunner, seq: int) -> N
 def test_a_fork_copies_the_cache_and_a_chain_does_not(runner: TransformersRunner) -> None:
     _feed(_opened(runner), (21, 22), (ROOT, 0))
     _feed(runner, (23,), (1,))
-    held = runner._held[0]
+    held = runner._sequences[0]
     assert [line.path for line in held.cached_paths] == [[0, 1, 2]]
     _feed(runner, (31,), (0,))
     assert [line.path for line in held.cached_paths] == [[0, 1, 2], [0, 3]]
@@ -250,7 +250,7 @@ def test_a_fork_copies_the_cache_and_a_chain_does_not(runner: TransformersRunner
 def test_a_closed_sequence_frees_its_caches(runner: TransformersRunner) -> None:
     _opened(runner)
     runner.close(0)
-    assert runner._held == {}
+    assert runner._sequences == {}
 
 
 def test_the_context_cannot_be_exceeded_but_a_tree_may_reach_its_end(runner: TransformersRunner) -> None:

@@ -21,7 +21,7 @@ from specbranch.errors import ModelError
 from specbranch.models.files.encodings import gguf_encoding
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.locate import Located, locate
-from specbranch.models.files.tensor_file import CALM, UNPACKED_NUMBERS, StoredTensor, TensorFile, open_folder
+from specbranch.models.files.tensor_file import CPU_NUMBERS, UNPACKED_NUMBERS, StoredTensor, TensorFile, open_folder
 from specbranch.models.files.weights import GGUF, HUGGING_FACE, read_weights
 from specbranch.models.loading import load_native, open_model
 from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
@@ -192,7 +192,7 @@ def written(
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
 def test_a_tensor_of_several_pieces_is_read_whole(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     stored = gguf.GGMLQuantizationType[kind]
-    packed = random_blocks(kind, CALM * 5 // 2 // gguf.GGML_QUANT_SIZES[stored][0])
+    packed = random_blocks(kind, CPU_NUMBERS * 5 // 2 // gguf.GGML_QUANT_SIZES[stored][0])
     file = written(tmp_path / "weights", kind, packed)
     into = torch.empty(file.entries["w"].shape, dtype=dtype)
     file.read("w", into)

@@ -1,2 +1,1 @@
-"""Models on torch: the native decoder for the Llama family, a runner over any transformers model, weights and
-sampling."""
+"""Models on torch: loading, the native decoder of the Llama family, a runner for any transformers model, sampling."""

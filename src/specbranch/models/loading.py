@@ -1,7 +1,7 @@
-"""From a model's files to a runner: what the model is, how its weights are stored, how large its KV cache is.
+"""Loading: from a model's files to a runner.
 
-Owns the order in which a model is opened and read, not the formats. Invariant: `open_model` reads no weights, so that a
-model which does not fit is refused before anything is loaded.
+Owns the order of the steps: open, choose precision and KV cache size, read the weights. Does not own the file formats
+(`files/`). Invariant: `open_model` reads no weights, so that a model that does not fit is refused before it is loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from specbranch.models.files.weights import read_weights
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.runners.native import NativeRunner
-from specbranch.models.runners.precision import agreed, kept_in, refuse_floats, tell, usual_storage
+from specbranch.models.runners.precision import (
+    default_weight_storage,
+    require_blocks,
+    resolve_cache_dtype,
+    resolve_precision,
+    warn_about_int4,
+)
 
 
 def load_native(
@@ -43,24 +49,29 @@ def load_native(
 ) -> NativeRunner:
     """Load a model folder, a GGUF file, a folder with a recipe or a Hub id.
 
-    No device: the CPU; no dtype: float32 on a CPU, bfloat16 elsewhere. `weights`: how matrices are stored; nothing: in
-    `dtype`. `cache_tokens`: KV slots for all sequences together; nothing: what there is room for. `cache_dtype`: what
-    keys and values are stored in; nothing: in `dtype`.
+    `device`: None: the CPU. `dtype`: None: float32 on a CPU, bfloat16 elsewhere. `weights`: how matrices are stored;
+    None: in `dtype`, or as a GGUF file has them if `dtype` is None, too. `shorten`: cut `context_length` to the model's
+    own instead of refusing it. `cache_tokens`: KV slots for all sequences together; None: as many as fit.
+    `cache_dtype`: type of keys and values; None: `dtype`.
     """
     located = model if isinstance(model, Located) else locate(str(model))
     where = torch.device(device or "cpu")
     arch, source = open_model(located)
-    weights = usual_storage(source, where) if weights is None and dtype is None else weights
-    precision, stored = agreed(dtype, weights, where)
+    weights = default_weight_storage(source, where) if weights is None and dtype is None else weights
+    precision, stored = resolve_precision(dtype, weights, where)
     context = arch.choose_context(context_length, shorten=shorten)
-    if stored == "stored":
-        refuse_floats(source)
-    size = sum(stored_kinds(source).values()) if isinstance(source, GgufFile) and stored == "stored" else None
-    kept = kept_in(cache_dtype, precision, where)
-    pages = pool_pages(arch, precision, where, context, tail, cache_tokens, size, stored, kept)
-    held = read_weights(arch, source, where, precision, stored)
-    tell(held, stored, where)
-    return native_runner(Decoder(arch, held, context + tail), context, tail, pages, kept)
+    weight_bytes = _block_bytes(source) if stored == "stored" else None
+    kv_dtype = resolve_cache_dtype(cache_dtype, precision, where)
+    pages = pool_pages(arch, precision, where, context, tail, cache_tokens, weight_bytes, stored, kv_dtype)
+    tensors = read_weights(arch, source, where, precision, stored)
+    warn_about_int4(tensors, stored, where)
+    return native_runner(Decoder(arch, tensors, context + tail), context, tail, pages, kv_dtype)
+
+
+def _block_bytes(source: TensorSource) -> int | None:
+    """Return the bytes of matrices that stay in their file's blocks; raises unless the file has blocks."""
+    require_blocks(source)
+    return sum(stored_kinds(source).values()) if isinstance(source, GgufFile) else None
 
 
 def native_runner(
@@ -70,14 +81,17 @@ def native_runner(
     pages: int | None = None,
     cache_dtype: torch.dtype | None = None,
 ) -> NativeRunner:
-    """Make the runner that suits the decoder's device."""
+    """Make the runner for the decoder's device.
+
+    `cache_dtype`: only on a CPU; `resolve_cache_dtype` refuses any on other devices.
+    """
     if decoder.norm.device.type == "cpu":
         return NativeRunner(decoder, context_length, tail, pages, cache_dtype)
     return GpuRunner(decoder, context_length, tail, pages)
 
 
 def open_model(located: Located) -> tuple[Architecture, TensorSource]:
-    """Read what a model is, and open its weights without reading them."""
+    """Read a model's architecture, and open its weights without reading them."""
     if located.kind == "made":
         made = made_alone(located.path)
         return made.made_from(*open_model(checked_base(made)))

@@ -1,7 +1,7 @@
-"""Whether a model fits where it is to run, and how many pages its pool gets.
+"""The size of a model's KV cache: how many pages fit the device beside its weights.
 
-Owns the counting of memory before anything is loaded. Invariant: what is refused here is told how much is missing, and
-which setting fits.
+Owns the memory estimate before loading, not the memory itself (`kv_memory.py`). Invariant: the error for a model that
+does not fit says how many bytes are missing, and which setting would fit.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from specbranch.models.cpu.kernels import WEIGHT_BYTES, whole_numbers
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import INT4_GROUP, SCALE_BYTES, fits_int4
 
-MOST_SEQUENCES = {"cpu": 64, "cuda": 8}  # at their longest: no pool is larger unless that is asked for
-POOL_SHARE = 0.25  # of the memory that weights leave, for a pool that is larger than one sequence needs
+# A pool has room for at most this many sequences of full context length, unless the user asks for more.
+MOST_SEQUENCES = {"cpu": 64, "cuda": 8}
+POOL_SHARE = 0.25  # share of the memory beside the weights that a pool may take; room for one sequence it always gets
 GIGABYTE = 1e9
 
 
 def free_bytes(device: torch.device) -> int:
-    """How much memory can still be had on a device."""
+    """Return the bytes that are free on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return _available() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _available() -> int | None:
-    """What Linux says could be had without swapping."""
+    """Return the bytes that Linux can give without swapping; None on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -44,8 +45,10 @@ def _available() -> int | None:
 def weight_bytes(
     arch: Architecture, dtype: torch.dtype, stored: WeightsName | None = None, device: torch.device | None = None
 ) -> int:
-    """How much memory the embedding and the matrices of a model take; `stored`: how the matrices are kept, nothing:
-    in `dtype`."""
+    """Return the bytes of a model's embedding and matrices.
+
+    `stored`: how the matrices are stored; None: in `dtype`.
+    """
     wide, embedding = arch.heads * arch.head_dim, arch.vocabulary * arch.hidden * dtype.itemsize
     layer = [(wide + 2 * arch.kv_heads * arch.head_dim, arch.hidden), (arch.hidden, wide)]
     layer += [(2 * arch.intermediate, arch.hidden), (arch.hidden, arch.intermediate)]
@@ -60,8 +63,8 @@ def _matrix_bytes(outs: int, ins: int, kind: WeightsName | torch.dtype, on_cpu: 
         return outs * ins * kind.itemsize
     if kind == "int4" and fits_int4(ins):
         return outs * ins // 2 + outs * (ins // INT4_GROUP) * SCALE_BYTES
-    held = kind if kind in ("float32", "bfloat16") else whole_numbers() if on_cpu and kind == "int8" else "int8"
-    return outs * (ins * WEIGHT_BYTES[held] + SCALE_BYTES)
+    layout = kind if kind in ("float32", "bfloat16") else whole_numbers() if on_cpu and kind == "int8" else "int8"
+    return outs * (ins * WEIGHT_BYTES[layout] + SCALE_BYTES)
 
 
 def pool_pages(
@@ -73,15 +76,16 @@ def pool_pages(
     cache_tokens: int | None = None,
     weights: int | None = None,
     stored: WeightsName | None = None,
-    kept: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> int:
-    """Return how many pages the pool of a model gets, or say why it does not fit.
+    """Return the number of pages of a model's pool, or raise a ModelError if the model does not fit.
 
-    `weights`: bytes that are still to be loaded; nothing: all of the model's, its matrices `stored` so. `kept`: what
-    keys and values are stored in; nothing: in `dtype`. On a CPU pages that were never written take no memory.
+    `cache_tokens`: KV slots that the user asked for; None: as many as fit. `weights`: bytes still to be loaded; None:
+    the whole model's, with its matrices stored as `stored`. `cache_dtype`: type of keys and values; None: `dtype`. On a
+    CPU the pool is not counted, as pages that were never written take no memory.
     """
     weights = weight_bytes(arch, dtype, stored, device) if weights is None else weights
-    free, page = free_bytes(device), page_bytes(arch, kept or dtype)
+    free, page = free_bytes(device), page_bytes(arch, cache_dtype or dtype)
     one = -(-(context + tail) // PAGE)
     least = one if cache_tokens is None else max(-(-cache_tokens // PAGE), 1)
     cache = 0 if device.type == "cpu" else least * page
@@ -99,30 +103,30 @@ def pool_pages(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A model that does not fit."""
+    """A model that does not fit, and the settings it was asked for with."""
 
     arch: Architecture
     dtype: torch.dtype
     stored: WeightsName | None
     device: torch.device
-    sizes: tuple[int, int, int]  # bytes of its weights and its cache, and those that are free
+    sizes: tuple[int, int, int]  # bytes: weights, KV cache, free on the device
 
     def refused(self, option: str, most: int) -> str:
-        """Say how much is missing, and which setting would fit."""
+        """Return the error sentence: how much is missing, and which setting would fit."""
         weights, cache, free = (size / GIGABYTE for size in self.sizes)
         named = self.stored or str(self.dtype).removeprefix("torch.")
         asked = f"its weights take {weights:.1f} GB in {named}" + (f", its cache {cache:.1f} GB" if cache else "")
-        told = (
+        reason = (
             f"{self.arch.name} does not fit on {self.device}: {asked}; {free:.1f} GB are free, "
             f"{weights + cache - free:.1f} GB too few."
         )
         ways = [f"set {option} to at most {most}"] if most >= 2 else []
         ways += [f"load it with {smaller}"] if (smaller := self._smaller()) else []
         advice = ", or ".join(ways or ["free memory there", "choose a smaller model or another device"])
-        return f"{told} {advice[0].upper()}{advice[1:]}."
+        return f"{reason} {advice[0].upper()}{advice[1:]}."
 
     def _smaller(self) -> str | None:
-        """The setting that would fit and changes the model least."""
+        """Return the setting that fits and changes the model least; None: no setting fits."""
         _, cache, free = self.sizes
         halved = cache * 2 // self.dtype.itemsize
         if self.stored is None and self.dtype.itemsize > 2 and self._takes(torch.bfloat16, None) + halved <= free:

@@ -1,2 +1,1 @@
-"""The compiled steps for few rows on CPUs: matrix products, small operations, and the running of a whole step as
-machine code."""
+"""Compiled decode steps on CPUs: matrix products, small operations, and a whole step as machine code."""

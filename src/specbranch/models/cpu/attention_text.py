@@ -1,12 +1,12 @@
-"""Attention of few rows to the pages of their sequences, in LLVM's language.
+"""LLVM text of attention from few rows to the pages of their sequences (flash decoding on a CPU).
 
-Owns the text. What a row sees is cut at absolute multiples of SPLIT KV slots. An item is one cut of one row and key
-head: its maximum, its total and its weighted values go to a table of parts, and whoever finishes a row's last cut puts
-them together, in their order. So a long context is shared by all threads, and what several rows see in common is
-fetched once for all of them, as rows of a cut follow each other.
+Owns the text. The tokens that a row sees are cut at absolute multiples of SPLIT KV slots. An item is one cut of one row
+and key head: it writes its maximum, its total and its weighted values to a table of parts. The thread that finishes a
+row's last cut joins them, in their order. So all threads share a long context. Items of the same cut follow each other,
+so keys that several rows share are loaded once.
 
-Invariant: an element of the result is one chain of operations that depends on the row and on the tokens it sees, in
-their order in the sequence, alone.
+Invariant: each element of the result is one chain of operations that depends only on the row and on the tokens it sees,
+in their order.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from specbranch.models.cpu.operation_text import KernelShape, entry, fraction, o
 from specbranch.models.cpu.rounding_text import ROUND_STRETCH
 from specbranch.models.cpu.text_writer import Writer, number
 
-SPLIT = (
-    128  # KV slots: their keys and values of a head fit the first cache level, and a short context makes several cuts
-)
-KEYS = 4  # that are taken at once
-FETCH_AHEAD = 4  # turns before their keys are used, these are fetched
-FETCH_BYTES = 64  # bytes that are fetched at once
-LOWEST = -1e30  # a score below all
+SPLIT = 128  # KV slots of a cut: one head's keys and values fit the L1 cache, and a short context has several cuts
+KEYS = 4  # keys of a loop turn
+FETCH_AHEAD = 4  # keys are prefetched this many turns before their use
+FETCH_BYTES = 64  # bytes of a prefetch
+LOWEST = -1e30  # below every score
 FOUR = "<4 x float>"
 
 assert PAGE % SPLIT == 0 and SPLIT % KEYS == 0
@@ -34,8 +32,7 @@ assert PAGE % SPLIT == 0 and SPLIT % KEYS == 0
 
 @dataclass(frozen=True, slots=True)
 class Registers:
-    """What a machine has: floats in a vector, queries that go through the keys together, and vectors of sums that fit
-    beside what they are made of."""
+    """Register use on a machine: floats of a vector, queries computed together, and vectors of sums that fit."""
 
     lanes: int
     queries: int
@@ -43,12 +40,12 @@ class Registers:
 
 
 def part_floats(shape: KernelShape) -> int:
-    """How many numbers of the table of parts a query takes: its sums, maximum and total, and two to keep step."""
+    """Return the floats of one query in the table of parts: its sums, maximum and total, and two of padding."""
     return shape.head_dim + 4
 
 
 def attention(shape: KernelShape, machine: Registers) -> str:
-    """Write attention, and what it is made of."""
+    """Write attention and its functions."""
     own = _Attention(shape, machine)
     return "\n".join((_DECLARATIONS, ROUND_STRETCH, own.cut(), own.joined(), _attend(shape)))
 
@@ -66,8 +63,10 @@ declare <2 x float> @llvm.fma.v2f32(<2 x float>, <2 x float>, <2 x float>)
 
 
 def _exponential(w: Writer, x: str) -> str:
-    """Write e^x of four x ≤ 0: 2^whole by its bits, 2^rest by its series to the 7th power (error below 1e-8); exactly 0
-    below -87."""
+    """Write e^x of four x ≤ 0 as 2^whole · 2^rest; exactly 0 below -87.
+
+    2^whole is made of its bits, 2^rest by its series to the 7th power (error below 1e-8).
+    """
     series = [math.log(2) ** power / math.factorial(power) for power in range(8)]
     low = w.op(f"fcmp olt {FOUR} {x}, {_all(-87.0)}")
     safe = w.op(f"select <4 x i1> {low}, {FOUR} {_all(-87.0)}, {FOUR} {x}")
@@ -87,7 +86,7 @@ def _all(value: float) -> str:
 
 
 def _sum(w: Writer, first: str, second: str) -> str:
-    """Write the sums of neighbours in two vectors of four, one behind the other."""
+    """Write the sums of neighbouring lanes of two vectors of four, those of the first one first."""
     even, odd = (
         w.op(f"shufflevector {FOUR} {first}, {FOUR} {second}, <4 x i32> <{', '.join(f'i32 {at}' for at in lanes)}>")
         for lanes in ((0, 2, 4, 6), (1, 3, 5, 7))
@@ -102,7 +101,7 @@ class _Attention:
 
     @property
     def group(self) -> int:
-        """How many queries share a key head."""
+        """The number of queries that share a key head."""
         return self.shape.heads // self.shape.kv_heads
 
     @property
@@ -111,7 +110,7 @@ class _Attention:
 
     @property
     def vectors(self) -> int:
-        """Of a head."""
+        """The number of vectors of a head."""
         return self.shape.head_dim // self.lanes
 
     @property
@@ -120,20 +119,22 @@ class _Attention:
 
     @property
     def tiles(self) -> list[range]:
-        """Queries that go through the keys together."""
+        """The groups of queries that are computed together."""
         many = -(-self.group // self.machine.queries)
         ends = [self.group * at // many for at in range(many + 1)]
         return [range(start, end) for start, end in pairwise(ends)]
 
     def at_once(self, queries: range) -> int:
-        """How many vectors of each query's sums are held while the values pass by."""
+        """Return how many vectors of each query's sums are in registers during one pass over the values."""
         fitting = max(self.machine.sums // len(queries), 1)
         return max(many for many in range(1, fitting + 1) if self.vectors % many == 0)
 
     def cut(self) -> str:
-        """Write what one cut does to the sums of all queries of a key head; `%at` tells where in a KV slot its keys of
-        this layer and head are."""
-        arguments = "ptr %q, ptr %pages, ptr %line, ptr %part, i64 %at, i64 %prefix, i64 %first, i64 %many"
+        """Write the computation of one cut for all queries of a key head.
+
+        `%at`: offset of this layer's and head's keys in a KV slot.
+        """
+        arguments = "ptr %q, ptr %pages, ptr %path, ptr %part, i64 %at, i64 %prefix, i64 %first, i64 %many"
         w = Writer()
         w.begin("begin")
         kv_slots = w.op(f"alloca [{SPLIT} x ptr], align 16")
@@ -153,8 +154,10 @@ class _Attention:
         return f"define internal void @cut({arguments}, float %scale) {{\n" + "\n".join(w.lines) + "\n}"
 
     def _find(self, w: Writer, kv_slots: str, turns: str) -> None:
-        """Write the listing of where the keys lie: in the prefix by their number, behind it by what the line says. The
-        last one stands for those that are missing at the end."""
+        """Write the list of the keys' addresses: computed in the prefix, behind it from the row's entry `path`.
+
+        The last key is repeated to fill the last turn.
+        """
         page_at = w.op(f"sdiv i64 %first, {PAGE}")
         page = w.load("ptr", w.op(f"getelementptr ptr, ptr %pages, i64 {page_at}"), align=8)
         last = w.op("sub i64 %many, 1")
@@ -164,7 +167,7 @@ class _Attention:
             token = w.op(f"add i64 %first, {number_}")
             behind = w.op(f"sub i64 {token}, %prefix")
             node = w.op(f"call i64 @llvm.smax.i64(i64 {behind}, i64 0)")
-            there = w.load("ptr", w.op(f"getelementptr ptr, ptr %line, i64 {node}"), align=8)
+            there = w.load("ptr", w.op(f"getelementptr ptr, ptr %path, i64 {node}"), align=8)
             inside = w.op(f"mul i64 {w.op(f'and i64 {token}, {PAGE - 1}')}, {self.shape.kv_slot}")
             early = w.op(f"icmp slt i64 {behind}, 0")
             kv_slot = w.op(f"select i1 {early}, ptr {w.at(page, inside)}, ptr {there}")
@@ -175,13 +178,15 @@ class _Attention:
         w.loop(w.op(f"mul i64 {turns}, {KEYS}"), [("i64", "0")], one)
 
     def _keys(self, w: Writer, kv_slots: str, turn: str) -> list[str]:
-        """Write the loading of where the next keys are."""
+        """Write the loads of the next keys' addresses."""
         at = w.at(kv_slots, w.op(f"mul i64 {turn}, {8 * KEYS}"))
         return [w.load("ptr", at, 8 * key, 8) for key in range(KEYS)]
 
     def _cached(self, w: Writer, kv_slot: str, vector: int, further: int = 0) -> str:
-        """Write the loading of a vector of a key, or of what lies so many bytes further on, as floats; those of whole
-        numbers are without their scale."""
+        """Write the load of a vector of a key as floats; int8 numbers are not scaled yet.
+
+        `further`: offset in bytes, from a key to its value.
+        """
         size, lanes = self.shape.size, self.lanes
         found = w.load(f"<{lanes} x {self.shape.kept}>", kv_slot, vector * lanes * size + further, size)
         if size == 4:
@@ -192,7 +197,7 @@ class _Attention:
         return w.op(f"bitcast <{lanes} x i32> {w.op(f'shl <{lanes} x i32> {wide}, splat (i32 16)')} to {self.kind}")
 
     def _scales(self, w: Writer, keys: list[str], further: int = 0) -> str:
-        """Write the loading of the scales of four keys, or of what lies further on."""
+        """Write the loads of the scales of four keys, or, with `further`, of their values."""
         four = "poison"
         for lane, key in enumerate(keys):
             scale = w.load("float", key, self.shape.numbers + further, 1)
@@ -200,7 +205,7 @@ class _Attention:
         return four
 
     def _score(self, w: Writer, queries: range, kv_slots: str, scores: str, turns: str, fetch: bool) -> list[str]:
-        """Write the scores of some queries, and return the highest, four of each."""
+        """Write the scores of some queries; returns their maxima, four for each query."""
         scale = self._spread(w, "%scale", 4)
 
         def turn(carried: list[str]) -> list[str]:
@@ -221,8 +226,10 @@ class _Attention:
         return w.loop(turns, [("i64", "0"), *((FOUR, _all(LOWEST)) for _ in queries)], turn)[1:]
 
     def _ahead(self, w: Writer, kv_slots: str, turn: str, turns: str) -> list[str]:
-        """Where keys some turns ahead lie, and the values that go with them: to be fetched, as a turn is too long for
-        the processor to look beyond it."""
+        """Write the addresses of the keys some turns ahead, and of their values, to be prefetched.
+
+        A turn is too long for the processor to look beyond it.
+        """
         last = w.op(f"sub i64 {turns}, 1")
         ahead = w.op(f"call i64 @llvm.smin.i64(i64 {w.op(f'add i64 {turn}, {FETCH_AHEAD}')}, i64 {last})")
         keys = self._keys(w, kv_slots, ahead)
@@ -230,8 +237,10 @@ class _Attention:
         return [w.at(kv_slot, line) for kv_slot in both for line in range(0, self.shape.numbers, FETCH_BYTES)]
 
     def _products(self, w: Writer, queries: range, keys: list[str], ahead: list[str]) -> list[str]:
-        """Write the products of queries with four keys: for each query a vector of four. Meanwhile what lies `ahead` is
-        fetched, a little at a time, as only so much can be under way."""
+        """Write the products of queries with four keys: a vector of four for each query.
+
+        In between it prefetches what is `ahead`, a little at a time, as few prefetches can be in flight.
+        """
         sums: list[list[str]] = [[""] * KEYS for _ in queries]
         for vector in range(self.vectors):
             for kv_slot in ahead[vector :: self.vectors]:
@@ -244,13 +253,13 @@ class _Attention:
         return [self._folded(w, own) for own in sums]
 
     def _folded(self, w: Writer, sums: list[str]) -> str:
-        """Write the adding up of the lanes of four vectors, in halves."""
+        """Write the sum of the lanes of four vectors, in halves."""
         width = self.lanes
         while width > 4:
             width //= 2
             halves = [[w.op(self._half(one, width, part)) for part in (0, 1)] for one in sums]
             sums = [w.op(f"fadd <{width} x float> {low}, {high}") for low, high in halves]
-        if width < 4:  # heads of two numbers
+        if width < 4:  # heads with two dimensions
             wide, own = "<4 x i32> <i32 0, i32 1, i32 2, i32 2>", "<2 x float>"
             sums = [w.op(f"shufflevector {own} {one}, {own} zeroinitializer, {wide}") for one in sums]
         return _sum(w, _sum(w, sums[0], sums[1]), _sum(w, sums[2], sums[3]))
@@ -261,7 +270,7 @@ class _Attention:
         return f"shufflevector {whole} {vector}, {whole} poison, <{width} x i32> <{lanes}>"
 
     def _seen(self, w: Writer, turn: str) -> str:
-        """Write which of four keys there are: at the end some are missing."""
+        """Write the mask of the four keys that exist: the last turn may have fewer."""
         before = w.op(f"mul i64 {turn}, {KEYS}")
         left = w.op(f"trunc i64 {w.op(f'sub i64 %many, {before}')} to i32")
         first = w.op(f"insertelement <4 x i32> poison, i32 {left}, i32 0")
@@ -269,14 +278,16 @@ class _Attention:
         return w.op(f"icmp sgt <4 x i32> {every}, <i32 0, i32 1, i32 2, i32 3>")
 
     def _scores(self, w: Writer, scores: str, number_: int, turn: str) -> str:
-        """Where four scores of a query are."""
+        """Write the address of four scores of a query."""
         return w.at(w.at(scores, 4 * SPLIT * number_), w.op(f"mul i64 {turn}, {4 * KEYS}"))
 
     def _weigh(
         self, w: Writer, queries: range, kv_slots: str, scores: str, turns: str, highest: list[str]
     ) -> tuple[list[str], list[str]]:
-        """Write the turning of scores into weights, with the scales of their values; returns the maximum of each query
-        and the total of its weights."""
+        """Write the conversion of scores to weights, times the scales of their values.
+
+        Returns the maximum of each query and the total of its weights.
+        """
         tops = [self._top(w, four) for four in highest]
         spread = [self._spread(w, top, 4) for top in tops]
 
@@ -304,7 +315,7 @@ class _Attention:
         return w.op(f"extractelement {FOUR} {four}, i32 0")
 
     def _collect(self, w: Writer, queries: range, kv_slots: str, scores: str, turns: str, vectors: range) -> None:
-        """Write the sums of weighted values, some vectors of each query's, and their keeping."""
+        """Write the sums of weighted values for some vectors of each query, and their stores."""
 
         def turn(carried: list[str]) -> list[str]:
             at, sums = carried[0], carried[1:]
@@ -332,7 +343,7 @@ class _Attention:
             w.do(f"store float {value}, ptr {to}, align 4")
 
     def joined(self) -> str:
-        """Write the putting together of a row's cuts for one key head."""
+        """Write the function that joins a row's cuts for one key head."""
         w = Writer()
         w.begin("begin")
         size = 4 * part_floats(self.shape)
@@ -347,7 +358,7 @@ class _Attention:
         return "define internal void @join(ptr %part, ptr %out, i64 %cuts) {\n" + "\n".join(w.lines) + "\n}"
 
     def _join(self, w: Writer, part: str, out: str) -> None:
-        """Write the same for one query: its sums, faded to the highest maximum, over its total, faded likewise."""
+        """Write the join of one query: its sums, rescaled to the greatest maximum, divided by the rescaled total."""
         step = 4 * part_floats(self.shape) * self.group
         top_at = w.at(part, 4 * self.shape.head_dim)
 
@@ -379,11 +390,11 @@ class _Attention:
         return w.op(f"shufflevector {kind} {first}, {kind} poison, <{width} x i32> zeroinitializer")
 
     def _lane(self, w: Writer, four: str, lane: int) -> str:
-        """Write a vector of one number of four repeated."""
+        """Write a vector with one of four numbers in all lanes."""
         return w.op(f"shufflevector {FOUR} {four}, {FOUR} poison, <{self.lanes} x i32> splat (i32 {lane})")
 
     def _fma(self, w: Writer, first: str, second: str, added: str) -> str:
-        """Write a fused multiply-add; with nothing to add to, a product."""
+        """Write a fused multiply-add, or a product if there is nothing to add to."""
         kind = self.kind
         if not added:
             return w.op(f"fmul {kind} {first}, {second}")
@@ -391,9 +402,9 @@ class _Attention:
 
 
 def _attend(shape: KernelShape) -> str:
-    """Write the operation; an item is a key head, a cut and a row."""
+    """Write the operation; an item is one key head, cut and row."""
     width, part = shape.heads // shape.kv_heads * shape.head_dim, shape.heads // shape.kv_heads * part_floats(shape)
-    arguments = "ptr %q.here, ptr %pages, ptr %line, ptr %part, i64 %at, i64 %prefix, i64 %first, i64 %many"
+    arguments = "ptr %q.here, ptr %pages, ptr %path, ptr %part, i64 %at, i64 %prefix, i64 %first, i64 %many"
     arguments += ", float %scale.float"
     body = f"""  %in.head = mul i64 %rows, %cuts
   %head = udiv i64 %item, %in.head

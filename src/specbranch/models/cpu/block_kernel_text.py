@@ -1,9 +1,9 @@
-"""The product of rounded rows with weights in blocks, in LLVM's language.
+"""LLVM text of the product of rounded rows with weights in blocks.
 
-Owns the text; how weights lie in memory is said in `files.blocks`, how rounded rows do in `rounding_text`.
+Owns the text; `files/blocks.py` owns the layout of weights, `rounding_text.py` that of rounded rows.
 
-Invariant: an element of the result is one chain of operations in a fixed order, whatever the number of rows or threads;
-sums within a block are of whole numbers, and exact.
+Invariant: each element of the result is one chain of operations in a fixed order, for any number of rows and threads.
+Sums within a block are sums of integers, and exact.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.cpu.text_writer import Writer, number
 from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm
 
-SUM_VECTORS = 8  # vectors of sums that fit in the registers, beside as many of whole numbers
+SUM_VECTORS = 8  # vectors of float sums that fit the registers, beside as many of integers
 
-# the instruction that sums four products, or eight: smmla does so for two outputs and two rows
+# Instructions that sum four products; smmla sums eight, for two outputs and two rows.
 Dot = Literal["smmla", "sdot", "vnni", "avx2", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the text is written for: the instruction for dot products, and how many sums it has."""
+    """The machine that text is written for: its dot product instruction, and how many sums that computes."""
 
     dot: Dot
 
     @property
     def lanes(self) -> int:
-        """How many sums an instruction makes."""
+        """The number of sums of one instruction."""
         return 8 if self.dot in ("vnni", "avx2") else 4
 
     @property
     def vectors(self) -> int:
-        """Of a tile's outputs."""
+        """The number of vectors of a tile's outputs."""
         return TILE // self.lanes
 
     @property
     def rows(self) -> int:
-        """How many are taken at once; more take the tile's weights again, from the first cache level."""
+        """The rows computed at once; more rows read the tile's weights again, from the L1 cache."""
         return SUM_VECTORS // self.vectors
 
 
@@ -93,8 +93,7 @@ class _BlockTile:
 
     @property
     def shift(self) -> int:
-        """By how many bits numbers are shifted to the left when they are multiplied: signed nibbles stay in the upper
-        half of their byte."""
+        """How many bits the numbers are shifted left in the product: signed nibbles stay in the high half of a byte."""
         return 4 if self.form.bits == 4 and not self.form.offsets else 0
 
     @property
@@ -103,8 +102,10 @@ class _BlockTile:
 
     @property
     def pairs(self) -> int:
-        """How many pairs of rows are multiplied at once, the last row of an odd number with itself; 0: each row by
-        itself."""
+        """The number of pairs of rows that are multiplied together; 0: each row by itself.
+
+        The last row of an odd number is paired with itself.
+        """
         return -(-self.rows // 2) if self.target.dot == "smmla" and self.rows > 1 else 0
 
     def source(self) -> str:
@@ -121,7 +122,7 @@ class _BlockTile:
         return f"define internal void @tile{self.rows}({arguments}) {{\n" + "\n".join(w.lines) + "\n}"
 
     def _supers(self, w: Writer, xs: list[str], zeros: list[tuple[str, str]]) -> list[str]:
-        """Write the loop over 256 inputs at a time, with sums of their own."""
+        """Write the loop over supers of 256 inputs, each with its own sums."""
         turns = w.op(f"sdiv i64 %blocks, {SUPER // BLOCK}")
 
         def turn(values: list[str]) -> list[str]:
@@ -140,8 +141,10 @@ class _BlockTile:
     def _blocks(
         self, w: Writer, at: str, xs: list[str], count: str, zeros: list[tuple[str, str]], sides: int
     ) -> tuple[str, list[str], list[str]]:
-        """Write the loop over blocks; returns where weights and rows go on, and the sums. With two `sides` those of
-        the offsets are apart."""
+        """Write the loop over blocks; returns the next addresses of weights and rows, and the sums.
+
+        With two `sides` the sums of the offsets are separate.
+        """
 
         def turn(values: list[str]) -> list[str]:
             here, rows, sums = values[0], values[1 : 1 + self.rows], values[1 + self.rows :]
@@ -152,7 +155,7 @@ class _BlockTile:
         return found[0], found[1 : 1 + self.rows], found[1 + self.rows :]
 
     def _halves(self, w: Writer, at: str, many: int) -> list[list[str]]:
-        """Write the loading of so many times 8 halves as floats: vectors of each."""
+        """Write the loads of `many` times 8 float16 values as floats; returns the vectors of each."""
         half, size = f"<{self.target.lanes} x half>", 2 * self.target.lanes
         places = [[2 * TILE * one + size * part for part in range(self.target.vectors)] for one in range(many)]
         return [[w.op(f"fpext {half} {w.load(half, at, place)} to {self.floats}") for place in some] for some in places]
@@ -179,7 +182,7 @@ class _BlockTile:
         return sums
 
     def _dots(self, w: Writer, at: str, xs: list[str], tails: list[str], groups: int) -> list[list[str]]:
-        """Write the sums of products of whole numbers, as floats, for each group of the block."""
+        """Write the sums of integer products, as floats, for each group of the block."""
         if self.pairs:
             return self._paired_dots(w, at, xs, groups)
         starts = [self._starts(w, tail, groups) for tail in tails]
@@ -195,8 +198,10 @@ class _BlockTile:
         return [[self._as_float(w, one) for one in some] for some in sums]
 
     def _paired_dots(self, w: Writer, at: str, xs: list[str], groups: int) -> list[list[str]]:
-        """Write the same for pairs of rows: a sum is of two outputs and two rows. The whole numbers are those of single
-        rows, and so is all that is made of them."""
+        """Write the sums of integer products for pairs of rows: one instruction sums for two outputs and two rows.
+
+        The integers are the same as for single rows, and so are all results.
+        """
         start = self._starts(w, "", groups)[0]
         sums = [[[start] * self.pairs for _ in range(2 * self.target.vectors)] for _ in range(groups)]
         activations = [self._pair(w, xs[2 * pair], xs[min(2 * pair + 1, self.rows - 1)]) for pair in range(self.pairs)]
@@ -209,7 +214,7 @@ class _BlockTile:
         return [[self._as_float(w, self._row_of(w, own, *divmod(one, self.rows))) for one in self.sums] for own in sums]
 
     def _pair(self, w: Writer, first: str, second: str) -> list[str]:
-        """Write the loading of two rows, eight inputs of each in a vector."""
+        """Write the loads of two rows, eight inputs of each in a vector."""
         found = []
         for half in (0, 16):
             both = [w.load("<2 x i64>", x, half, 4) for x in (first, second)]
@@ -220,15 +225,17 @@ class _BlockTile:
         return found
 
     def _row_of(self, w: Writer, sums: list[list[str]], part: int, row: int) -> str:
-        """Write the picking of one row's sums of four outputs."""
+        """Write the selection of one row's sums of four outputs."""
         lanes = ", ".join(f"i32 {lane + 2 * (row % 2)}" for lane in (0, 1, 4, 5))
         both = ", ".join(f"<4 x i32> {sums[2 * part + side][row // 2]}" for side in (0, 1))
         return w.op(f"shufflevector {both}, <4 x i32> <{lanes}>")
 
     def _numbers(self, w: Writer, at: str) -> Iterator[tuple[int, list[str]]]:
-        """Write the unpacking of a block's numbers, when they are asked for: for every four inputs a vector of bytes
-        for each part of the tile, or for every eight inputs two. Both halves of a byte come after each other, so that
-        few are held at a time."""
+        """Write the unpacking of a block's numbers, lazily: for four inputs a vector of bytes per part of the tile.
+
+        For pairs of rows it is two vectors for every eight inputs. Both nibbles of a byte come in turn, so that few
+        vectors are in registers at a time.
+        """
         for word in range(0, self.form.words, 2 if self.pairs else 1):
             raw = self._paired(w, at, word) if self.pairs else self._raw(w, at, word)
             if self.form.bits == 8:
@@ -244,7 +251,7 @@ class _BlockTile:
         return [w.load(self.bytes, at, 4 * TILE * word + size * part) for part in parts]
 
     def _paired(self, w: Writer, at: str, word: int) -> list[str]:
-        """Write the loading of twice four inputs of each output, those of an output beside each other."""
+        """Write the loads of twice four inputs of each output, with those of one output side by side."""
         found = []
         for both in zip(self._raw(w, at, word), self._raw(w, at, word + 1), strict=True):
             first, second = (w.op(f"bitcast <16 x i8> {one} to <4 x i32>") for one in both)
@@ -255,17 +262,16 @@ class _BlockTile:
 
     @property
     def _zero(self) -> float:
-        """What a sum begins with: a float whose last bit counts one, so that whole numbers can be added to its
-        bits."""
+        """The start value of a sum: a float whose last bit counts one, so that integers can be added to its bits."""
         return 1.5 * 2.0 ** (23 - self.shift)
 
     def _starts(self, w: Writer, tail: str, groups: int) -> list[str]:
-        """Write what the sums of each group begin with."""
+        """Write the start values of the sums of each group."""
         bits = struct.unpack("<i", struct.pack("<f", self._zero))[0]
         start = f"splat (i32 {bits})"
         if self.target.dot != "vnni" or self.form.offsets:
             return [start] * groups
-        # Weights are 128 too great, to be without a sign.
+        # Weights have 128 added, as vnni takes them unsigned.
         lanes, words = self.target.lanes, w.op(f"bitcast <4 x float> {tail} to <4 x i32>")
         own = [
             w.op(f"shufflevector <4 x i32> {words}, <4 x i32> poison, <{lanes} x i32> splat (i32 {lane})")
@@ -322,7 +328,7 @@ class _BlockTile:
         return w.op(f"call {kind} {name}({kind} {first}, {kind} {second}, {kind} {added})")
 
     def _store(self, w: Writer, totals: list[str]) -> None:
-        """Write the last steps: the outputs' own scales, the bias, and the storing, of fewer at the matrix's end."""
+        """Write the last steps: scales of outputs, bias, and stores; fewer outputs at the matrix's end."""
         lanes = self.target.lanes
         if self.form.group is None:
             own = [w.load(self.floats, "%scale", 4 * lanes * part, 4) for part in range(self.target.vectors)]
@@ -362,7 +368,7 @@ class _BlockTile:
 
 
 def _all_rows(target: Target) -> str:
-    """Write a function that takes a tile's outputs through all rows, a few rows at a time."""
+    """Write a function that computes a tile's outputs for all rows, a few rows at a time."""
     sizes = range(1, target.rows + 1)
     targets = " ".join(f"i64 {rows}, label %take{rows}" for rows in sizes)
     call = "(ptr %xr, ptr %w, ptr %scale, ptr %bias, ptr %yr, i64 %blocks, i64 %stride, i64 %left)"
@@ -390,7 +396,7 @@ end:
 }}"""
 
 
-# what the work is told: rounded rows, weights, biases, results, counts, scales of outputs, and bytes from row to row
+# Arguments of the work: rounded rows, weights, biases, results, counts, scales of outputs, bytes from row to row.
 WORK_FIELDS = (
     *(("ptr", name) for name in ("x", "w", "bias", "y")),
     *(("i64", name) for name in ("rows", "blocks", "outs", "part")),
@@ -400,7 +406,7 @@ WORK_FIELDS = (
 
 
 def _work(form: BlockForm) -> str:
-    """Write what a thread does: take some tiles, go through them, until none is left."""
+    """Write the work of a thread: take tiles and compute them until none is left."""
     return f"""define void @work(ptr %arguments) {{
 begin:
 {loaded(WORK_FIELDS)}

@@ -1,8 +1,8 @@
-"""Linear layers on weights in blocks: rows are rounded to whole numbers, blocks of 32 at a time, and multiplied by
-integer instructions.
+"""Linear layers on weights in GGUF blocks, by integer instructions: activations are rounded to int8 in blocks of 32.
 
-Owns the compiled code (its text is in `block_kernel_text`), its launch on torch's threads, and the plain twin.
-Invariant: a row's result depends on that row alone, at any number of rows and threads.
+Owns the compiled code, its launch on torch's threads, and the reference in plain torch (`BlockTwin`).
+`block_kernel_text.py` owns the LLVM text. Invariant: a row's result depends on that row alone, at any number of rows
+and threads.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from specbranch.models.cpu.rounding_text import ROUNDED, rounding
 from specbranch.models.cpu.thread_pace import threads_now
 from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm, BlockMatrix, BlockPart, Fields
 
-ROWS_AT_ONCE = 1 << 19  # bytes of rounded rows that pass by the weights at once: they stay in the second cache level
-# Of what Linux says an ARM processor has: a number in the auxiliary vector, and a bit of what is found there.
+ROWS_AT_ONCE = 1 << 19  # bytes of rounded rows that are multiplied at once: they stay in the L2 cache
+# Features of ARM processors on Linux: the entry in the auxiliary vector, and its bit.
 DOTPROD, I8MM = (16, 1 << 20), (26, 1 << 13)
-# what LLVM is to be told of, as it does not see it by itself
+# Features that LLVM does not detect itself.
 DOT_FEATURES: dict[Dot, str] = {"smmla": "+dotprod,+i8mm", "sdot": "+dotprod"}
 
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -39,7 +39,7 @@ _Numbers = ctypes.c_int64 * 11
 
 @dataclass(frozen=True, slots=True)
 class BlockCode:
-    """Compiled code that threads run together; its first argument counts what was taken."""
+    """Compiled code that threads run together; its first argument counts the items taken."""
 
     engine: Any  # owns the code
     address: int
@@ -47,7 +47,7 @@ class BlockCode:
     team: Team | None
 
     def __call__(self, *arguments: int) -> None:
-        """Run it on every thread of torch's pool."""
+        """Run the code on all threads of torch's pool."""
         numbers, threads = _Numbers(0, *arguments), threads_now()
         if self.team is None or threads == 1:
             self.alone(ctypes.addressof(numbers))
@@ -67,7 +67,7 @@ class BlockLinear:
 
     @property
     def blocks(self) -> int:
-        """How many blocks of inputs there are."""
+        """The number of blocks of inputs."""
         return self.ins // BLOCK
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -87,12 +87,11 @@ class BlockLinear:
             code(*arguments)
 
     def rounding(self, x: int, rounded: int, rows: int) -> tuple[Any, ...]:
-        """The code that rounds rows at the address `x`, with its arguments."""
+        """Return the code that rounds the rows at address `x`, and its arguments."""
         return self._round, x, rounded, rows, self.blocks
 
     def products(self, rounded: int, y: int, rows: int) -> Iterator[tuple[Any, ...]]:
-        """What is to be run then for rows at the address `rounded`, one after the other: each code with its
-        arguments."""
+        """Yield the codes that multiply the rows at address `rounded`, in order, each with its arguments."""
         for code, part, bias in self._parts:
             scale = 0 if part.scale is None else part.scale.data_ptr()
             yield (
@@ -103,7 +102,7 @@ class BlockLinear:
 
 
 class BlockTwin:
-    """The same in plain torch: the weights written out, times the rounded rows written out."""
+    """The reference in plain torch: rounded rows and weights, both converted to floats."""
 
     kind = "torch"
 
@@ -116,7 +115,7 @@ class BlockTwin:
 
 
 def rounded_rows(x: Tensor) -> Tensor:
-    """What the numbers of rows become, block by block."""
+    """Return rows after rounding to int8, as floats."""
     blocks = torch.unflatten(x, -1, (-1, BLOCK))
     greatest = blocks.abs().amax(-1, keepdim=True)
     numbers = (blocks * torch.where(greatest == 0, 0.0, 127 / greatest)).round()
@@ -124,24 +123,24 @@ def rounded_rows(x: Tensor) -> Tensor:
 
 
 def block_linear(matrix: BlockMatrix) -> BlockLinear | BlockTwin:
-    """Return what multiplies by a matrix in blocks."""
+    """Return the linear layer of a matrix in blocks."""
     compiled = runs_blocks(torch.device("cpu"), (part.form for part in matrix.parts))
     return BlockLinear(matrix) if compiled else BlockTwin(matrix)
 
 
 def tiles_at_a_time(part: BlockPart) -> int:
-    """How many tiles a thread should take at once: several turns for every thread."""
+    """Return how many tiles a thread takes at once, so that every thread has several turns."""
     tiles, size = part.tiles.shape
     return max(1, min(THREAD_BYTES // size, tiles // (4 * torch.get_num_threads())))
 
 
 def runs_blocks(device: torch.device, forms: Iterable[BlockForm]) -> bool:
-    """Whether integer products of these forms run here."""
+    """True if integer products of these forms run on this device."""
     return device.type == "cpu" and forced_kind() in (None, "llvm") and all(map(multiplies, forms))
 
 
 def multiplies(form: BlockForm) -> bool:
-    """Whether there is code here for a form of blocks, and it is right: it may never have run on such a processor."""
+    """True if this machine has correct code for a form; tested, as it may never have run on such a processor."""
     try:
         _code(form), _rounding()
     except CannotCompile:
@@ -151,7 +150,7 @@ def multiplies(form: BlockForm) -> bool:
 
 @cache
 def _right(form: BlockForm) -> bool:
-    """Compare with the twin on a small matrix."""
+    """Compare the code with the reference on a small matrix."""
     outs, ins, made = 2 * TILE + 3, SUPER, torch.Generator().manual_seed(0)
     part = BlockPart.empty(form, outs, ins)
     numbers = torch.randint(
@@ -168,7 +167,7 @@ def _right(form: BlockForm) -> bool:
 
 
 def _biases(matrix: BlockMatrix) -> list[Tensor]:
-    """The bias of each part, as long as its tiles are."""
+    """Return the bias of each part, padded to whole tiles."""
     whole = torch.zeros(matrix.outs) if matrix.bias is None else matrix.bias
     own = torch.split(whole, [part.outs for part in matrix.parts])
     return [F.pad(bias, (0, -len(bias) % TILE)).contiguous() for bias in own]
@@ -176,7 +175,7 @@ def _biases(matrix: BlockMatrix) -> list[Tensor]:
 
 @cache
 def _code(form: BlockForm) -> BlockCode:
-    """Compile the product for this machine, once a process and form."""
+    """Compile the product for this machine, once per process and form."""
     errors = []
     for dot in _dots():
         try:
@@ -198,7 +197,7 @@ def _compiled(text: str, name: str, more: str = "") -> BlockCode:
 
 
 def _dots() -> tuple[Dot, ...]:
-    """Which instructions this machine has, the best first."""
+    """Return the dot product instructions of this machine, the best first."""
     if is_arm():
         several: tuple[Dot, ...] = ("smmla",) if _has(I8MM, "FEAT_I8MM") else ()
         return (*several, "sdot", "plain") if _has(DOTPROD, "FEAT_DotProd") else ("plain",)
@@ -210,7 +209,7 @@ def _dots() -> tuple[Dot, ...]:
 
 
 def integer_products() -> str:
-    """Which instruction multiplies whole numbers here; nothing where there is none."""
+    """Return the name of the integer dot product instruction in use; empty if there is none."""
     try:
         return next(iter(_dots()), "")
     except CannotCompile:
@@ -218,7 +217,7 @@ def integer_products() -> str:
 
 
 def _has(bit: tuple[int, int], name: str) -> bool:
-    """Whether this ARM processor has some instructions: by what Linux says, or by their name for macOS."""
+    """True if this ARM processor has a feature: by its bit on Linux, or by its name on macOS."""
     if platform.system() == "Darwin":
         value, size = ctypes.c_int(0), ctypes.c_size_t(4)
         asked = f"hw.optional.arm.{name}".encode()

@@ -1,8 +1,7 @@
-"""Which tokens can still win once their noise is added: a scan of the whole vocabulary as machine code.
+"""The tokens that can still win once noise is added: a scan of the whole vocabulary as machine code.
 
-Owns the text and its launch; the noise itself is made in `models.noise`, and only for the few tokens found here.
-Invariant: no token is left out that wins or ties. The hash is the exact one, and everything that is rounded is rounded
-in favour of the token.
+Owns the LLVM text and its launch. `sampling/noise_rows.py` computes the noise, only for the few tokens found here.
+Invariant: no token that wins or ties is left out. The hash is exact, and every rounding favours the token.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from specbranch.core.noise import exponential, mix
 from specbranch.models.cpu.machine_code import CannotCompile, compile_text
 from specbranch.models.cpu.text_writer import number
 
-CONTENDER_BLOCK = 256  # tokens that are looked at together; only where one of them can win, each is looked at by itself
-FEW_CONTENDERS = 16  # contenders that plain Python compares faster than arrays do
-NOISE_SLACK = 1e-3  # far above what float32 loses: noise is at most 23, and wrong by at most 1e-5
-RELATIVE_SLACK = 2.0**-20  # the same for scores so large that adding noise to them rounds it
+CONTENDER_BLOCK = 256  # tokens tested together; each is tested by itself only if one of them can win
+FEW_CONTENDERS = 16  # up to this many, plain Python compares faster than numpy
+NOISE_SLACK = 1e-3  # far above the error of float32: noise is at most 23, its error at most 1e-5
+RELATIVE_SLACK = 2.0**-20  # the same for scores so large that adding noise rounds the noise
 
 _Scan = ctypes.CFUNCTYPE(
     ctypes.c_int64,
@@ -40,7 +39,7 @@ Ids = np.ndarray[Any, np.dtype[np.int64]]
 def contenders(scores: Scores, top: int, key: tuple[int, int]) -> Ids | None:
     """Return the tokens, ascending, that may have the greatest score once the noise under `key` is added.
 
-    `scores` is contiguous; `top` is the token of the greatest, which is finite. None where nothing can be compiled.
+    `scores`: contiguous. `top`: the token of the greatest score, which must be finite. None if there is no compiler.
     """
     loaded = _loaded()
     if loaded is None:
@@ -53,7 +52,7 @@ def contenders(scores: Scores, top: int, key: tuple[int, int]) -> Ids | None:
 
 
 def _closest(scores: Scores, ids: Ids, key: tuple[int, int]) -> Ids:
-    """Return those of a few tokens that are the best or so near to it that only float32 tells."""
+    """Return those of a few tokens that are the best, or so close to it that float32 must decide."""
     noisy = [_noisy(scores, token, key) for token in ids.tolist()]
     return ids[np.array(noisy) >= _least(max(noisy))]
 
@@ -63,13 +62,13 @@ def _noisy(scores: Scores, token: int, key: tuple[int, int]) -> float:
 
 
 def _least(best: float) -> float:
-    """What a token must surely reach to win against `best`, which float32 may round either way."""
+    """Return the score that a token needs to win against `best`, with slack for float32 rounding."""
     return best - NOISE_SLACK - RELATIVE_SLACK * abs(best)
 
 
 @cache
 def _loaded() -> tuple[Callable[..., int], Any] | None:
-    """The compiled scan and the engine that owns its code."""
+    """Return the compiled scan and the engine that owns its code; None if there is no compiler."""
     try:
         engine = compile_text(_source(), optimise=True)
     except CannotCompile:
@@ -81,7 +80,7 @@ def _source() -> str:
     return "\n".join((_PERMUTE, _can_win(), _SCAN))
 
 
-# `core.noise.mix` is two of these, each after a key
+# `core.noise.mix` is two of these permutations, each after a key.
 _PERMUTE = f"""define internal i32 @permute(i32 %x) alwaysinline {{
   %a.high = lshr i32 %x, 16
   %a = xor i32 %x, %a.high
@@ -98,8 +97,8 @@ _PERMUTE = f"""define internal i32 @permute(i32 %x) alwaysinline {{
 def _can_win() -> str:
     """Write the test of one token.
 
-    With v = (bits + ½)·2⁻³² the noise is −log(−log1p(−v)) ≤ −log v. A float's bits as a whole number are 2²³·(127 +
-    log2) from below, so they bound log v from below without a logarithm.
+    With v = (bits + ½)·2⁻³² the noise is −log(−log1p(−v)) ≤ −log v. A float's bits as an integer approximate
+    2²³·(127 + log2) from below, so they bound log v from below without a logarithm.
     """
     return f"""define internal i1 @can_win(ptr %scores, i64 %at, i32 %first, i32 %second, float %least) alwaysinline {{
   %id = trunc i64 %at to i32

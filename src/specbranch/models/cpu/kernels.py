@@ -1,12 +1,12 @@
-"""A matrix product for few rows on CPUs, as machine code: its source, and its launch on torch's own threads.
+"""A matrix product for few rows on CPUs, as machine code: its LLVM text, and its launch on torch's threads.
 
-BLAS repacks the weights whenever there is more than one row; a decoder at 2 to 16 rows then waits for that instead of
-for memory. Here each weight is fetched once for all rows. Weights are float32, or int8 with a scale for each output,
-which are a quarter of the bytes and become float32 in the registers; where that conversion is slow the same whole
-numbers are kept as bfloat16, which only needs to be shifted. Owns no weights and chooses nothing (see `linear`).
+BLAS repacks the weights if there is more than one row, which dominates a decode step of 2 to 16 rows. Here each weight
+is read once for all rows. Weights are float32, or int8 with a scale for each output. int8 has a quarter of the bytes
+and becomes float32 in registers; on processors that convert slowly, the same integers are stored as bfloat16. Owns
+neither weights nor the choice of a kernel (`linear.py`).
 
-Invariant: an element of the result is one chain of fused multiply-adds in a fixed order, whatever the number of rows or
-threads. Row i of a call with many rows therefore equals, bit for bit, the call with that row alone.
+Invariant: each element of the result is one chain of fused multiply-adds in a fixed order, for any number of rows and
+threads. So a row has the same bits alone and among others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text
 from specbranch.models.cpu.thread_pace import threads_now
 
 WeightBits = Literal["float32", "bfloat16", "int8"]
-WEIGHT_BYTES: dict[WeightBits, int] = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight
+WEIGHT_BYTES: dict[WeightBits, int] = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes of a weight
 
-THREAD_BYTES = 1 << 18  # bytes of weights that a thread takes at a time: less wastes what was prefetched behind its end
-TILE_ROWS = 4  # more rows take the tile's weights again, from the first cache level
+THREAD_BYTES = 1 << 18  # bytes of weights that a thread takes at a time; with fewer, more prefetched data is wasted
+TILE_ROWS = 4  # rows of a tile; more rows read the tile's weights again, from the L1 cache
 
 _Arguments = ctypes.c_int64 * 10
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -35,8 +35,7 @@ _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The width of a vector, how many outputs a tile may have before its sums no longer fit in the registers, and how
-    many vectors of each row are taken before the loop turns."""
+    """The vector width, the outputs of a tile whose sums fit the registers, and the vectors of a row per loop turn."""
 
     lanes: int
     outs: int
@@ -45,19 +44,21 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Compiled code for y = x·Wᵀ + b on contiguous float32 (the weights as they are stored), called with addresses."""
+    """Compiled code for y = x·Wᵀ + b on contiguous float32 rows and stored weights; its arguments are addresses."""
 
     engine: Any  # owns the code
     work: int
     alone: Callable[[Any], None]  # runs `work` on the calling thread
-    team: Team | None  # runs `work` on every thread of torch's pool
+    team: Team | None  # runs `work` on all threads of torch's pool
 
     def __call__(
         self, x: int, weight: int, bias: int, y: int, rows: int, ins: int, outs: int, part: int, scale: int = 0
     ) -> None:
-        """Write the product of the rows at `x` to `y`; a bias of 0 means none; `part` is from `outputs_at_a_time`;
-        int8 has a scale."""
-        # The first number counts the outputs taken so far: threads help themselves, so a slow one holds nobody up.
+        """Write the product of the rows at `x` to `y`.
+
+        `bias`: 0 for none. `part`: from `outputs_at_a_time`. `scale`: only of int8 weights.
+        """
+        # The first number counts the outputs taken so far. Threads take the next part, so a slow one delays no other.
         arguments = _Arguments(0, x, weight, bias, y, rows, ins, outs, part, scale)
         threads = threads_now()
         if self.team is None or threads == 1:
@@ -67,23 +68,24 @@ class Kernel:
 
 
 def outputs_at_a_time(ins: int, outs: int, size: int = 4) -> int:
-    """How many outputs a thread should take at once, a weight being of so many bytes: whole tiles, and several turns
-    for every thread."""
+    """Return how many outputs a thread takes at once: whole tiles, and several turns for every thread.
+
+    `size`: bytes of a weight.
+    """
     return max(4, min(THREAD_BYTES // (size * ins), outs // (4 * torch.get_num_threads())) // 4 * 4)
 
 
 @cache
 def load_kernel(stored: WeightBits = "float32") -> Kernel | None:
-    """Compile the kernel for this machine, once a process; None where that cannot be done.
+    """Compile the kernel for this machine, once per process; None if that is impossible.
 
-    Best called before weights are loaded: the compiler's pages are given back at the end, and so do not add to the
-    peak.
+    Call it before weights are loaded: the compiler's memory is released at the end, and does not add to the peak.
     """
     try:
         machine = _machine(host_features(), stored)
         if machine is None:
             return None
-        # No optimisation passes: the source is already what they would aim at, and without them compiling takes 0.05 s.
+        # No optimisation passes: the text needs none, and without them compiling takes 0.05 s.
         engine = compile_text(source(machine, stored), optimise=False)
     except CannotCompile:
         return None
@@ -92,29 +94,31 @@ def load_kernel(stored: WeightBits = "float32") -> Kernel | None:
 
 
 def _machine(features: dict[str, bool], stored: WeightBits = "float32") -> Machine | None:
-    small = stored != "float32"  # 16 of them make one or two loads everywhere, and then several vectors
+    small = stored != "float32"  # 16 of them are one or two loads on every machine, then several vectors
     if is_arm():
         return {"float32": Machine(4, 4, turns=4), "bfloat16": Machine(8, 2), "int8": Machine(16, 1)}[stored]
     if not features.get("fma"):
-        return None  # a fused multiply-add would be a library call for each number
+        return None  # without FMA each multiply-add would be a library call
     if features.get("avx512f"):
         return Machine(lanes=16, outs=4)
     return Machine(lanes=16, outs=1) if small else Machine(lanes=8, outs=2)
 
 
 def is_arm() -> bool:
-    """Whether this is a 64-bit ARM."""
+    """True on a 64-bit ARM processor."""
     return platform.machine() in ("aarch64", "arm64")
 
 
 def whole_numbers() -> WeightBits:
-    """How whole numbers are best kept: on an ARM core a vector of them takes two cycles to become floats, on x86
-    half a cycle."""
+    """Return how to store int8 weights on this machine: as int8, or on ARM as bfloat16.
+
+    An ARM core takes two cycles to convert a vector of int8 to floats, an x86 core half a cycle.
+    """
     return "bfloat16" if is_arm() else "int8"
 
 
 def source(machine: Machine, stored: WeightBits = "float32") -> str:
-    """Write the kernel in LLVM's language: tiles of every size, a walk over the rows, and the work of one thread."""
+    """Write the kernel as LLVM text: tiles of every size, a loop over the rows, and the work of one thread."""
     lanes, wide = machine.lanes, machine.outs
     sizes = dict.fromkeys((wide, 1))
     tiles = [
@@ -142,8 +146,9 @@ declare <{L} x i8> @llvm.masked.load.v{L}i8.p0(ptr, i32, <{L} x i1>, <{L} x i8>)
 class _Tile:
     """A function for a few outputs times a few rows, all sums in registers.
 
-    In the templates o numbers outputs, r rows, L is the number of lanes. Each sum is a vector of L partial sums over
-    every L-th element, folded in halves at the end: the same for every tile size, hence the invariant of this module.
+    In the templates, o counts outputs, r counts rows, and L is the number of vector lanes. Each sum is a vector of L
+    partial sums over every L-th element, added in halves at the end. That order is the same for every tile size, which
+    gives the invariant of this module.
     """
 
     outs: int
@@ -181,8 +186,7 @@ class _Tile:
   br i1 %any.far, label %long, label %short"""
 
     def _long_loop(self) -> str:
-        """Write the loop that takes several vectors a turn, and the way to the one that takes the rest of them; the
-        order is the same."""
+        """Write the loop over several vectors a turn, and the jump to the loop over the rest; both keep the order."""
         kind = _KINDS[self.stored]
         turns = "\n".join(self._turn(turn) for turn in range(self.turns))
         sums = f"phi <{{L}} x float> [zeroinitializer, %begin], [%sofar{{o}}.{{r}}.{self.turns}, %long]"
@@ -212,9 +216,8 @@ short:
 {self._each(f"  %sofar{{o}}.{{r}}.{turn + 1} = {fused}")}"""
 
     def _loop(self) -> str:
-        # The prefetch reaches for the next tile's weights while this one's are in use: rows of weights are too short
-        # for the hardware to find its pace. Into the second level (2), as the first is full; beyond the end of the
-        # memory it does nothing.
+        # Prefetch the next tile's weights while this one's are in use: rows of weights are too short for the hardware
+        # prefetcher. They go to the L2 cache (2), as L1 is full. Beyond the end of the memory a prefetch does nothing.
         return f"""loop:
   %k = phi i64 [%far, %short], [%k.next, %loop]
 {self._each("  %old{o}.{r} = phi <{L} x float> [%start{o}.{r}, %short], [%new{o}.{r}, %loop]")}
@@ -248,8 +251,7 @@ rest:
   br label %fold"""
 
     def _weights(self, load: str, name: str) -> str:
-        """Write the loading of each output's next weights as floats; `load` has fields for their kind and size as
-        stored."""
+        """Write the loads of each output's next weights, converted to floats; `load` has fields for type and size."""
         kind = f"<{self.lanes} x {_KINDS[self.stored]}>"
         loaded = load.replace("{kind}", kind).replace("{bytes}", str(WEIGHT_BYTES[self.stored]))
         if self.stored == "float32":
@@ -321,7 +323,7 @@ def _fused(first: str, second: str, added: str) -> str:
 
 
 def _all_rows(outs: int) -> str:
-    """Write a function that takes a tile's outputs through all rows, a few rows at a time."""
+    """Write a function that computes a tile's outputs for all rows, a few rows at a time."""
     sizes = range(1, TILE_ROWS + 1)
     targets = " ".join(f"i64 {rows}, label %take{rows}" for rows in sizes)
     call = "(ptr %xr, ptr %w, ptr %scale, ptr %bias, ptr %yr, i64 %n, i64 %stride)"
@@ -349,8 +351,10 @@ end:
 
 
 def _work(outs: int, stored: WeightBits) -> str:
-    """Write what a thread does: take a part of the outputs, go through it in wide tiles and then in single outputs,
-    until none is left."""
+    """Write the work of a thread: take parts of the outputs until none is left.
+
+    It computes a part in wide tiles first, then in single outputs.
+    """
     pointers, numbers = ("x", "w", "bias", "y"), ("rows", "n", "outs", "part")
     fields = [*(("ptr", name) for name in pointers), *(("i64", name) for name in numbers), ("ptr", "scale")]
     return f"""define void @work(ptr %arguments) {{

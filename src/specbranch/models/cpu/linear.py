@@ -1,12 +1,11 @@
-"""Linear layers that stay cheap from 1 to 16 rows on a CPU: which implementation serves which shape, found by
-measurement at load.
+"""Linear layers that are fast from 1 to 16 rows on a CPU: a measurement at load picks the implementation of a shape.
 
-Owns the choice and the callables; the machine code is in `kernels`. Invariant: one implementation serves the calls of a
-layer at every row count up to `PRODUCT_ROWS`, so that with "llvm" (and no other kind) a row gets the same bits alone
-and among others. Calls with more rows (prefill) are torch's own; the compiled step calls no layer but the kernels of
-all of them, and so keeps that promise at any row count.
+Owns the choice and the callables; `kernels.py` owns the machine code. Invariant: one implementation serves a layer at
+every row count up to `PRODUCT_ROWS`. So with "llvm", and with no other kind, a row has the same bits alone and among
+others. Torch computes calls with more rows (prefill). The compiled step calls the kernels directly, and so keeps the
+invariant at any row count.
 
-`scripts/measure_linear.py` prints what each kind costs on this machine.
+`scripts/measure_linear.py` prints the cost of each kind on this machine.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ LinearKind = Literal["torch", "onednn", "llvm"]
 Linear = Callable[[Tensor], Tensor]
 
 PRODUCT_ROWS = 16
-LINEAR_VARIABLE = "SPECBRANCH_LINEAR"  # forces a kind
+LINEAR_VARIABLE = "SPECBRANCH_LINEAR"  # environment variable that forces a kind
 TRIED_ROWS = (1, 4, 8)
-TOLERATED_COST = 1.25  # times torch's cost: what numbers that do not depend on the row count are worth
+TOLERATED_COST = 1.25  # the kernel may cost this many times torch's cost, as its bits do not depend on the row count
 SAMPLE = 1 << 22  # elements of a large weight that are enough to measure with
-LOST_TRIALS = 3  # that the kernel must lose before torch is preferred
+LOST_TRIALS = 3  # trials that the kernel must lose before torch is chosen
 STORED_AS: dict[WeightBits, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-TRIAL_SECONDS = 0.03  # to spend on one trial of one shape
+TRIAL_SECONDS = 0.03  # seconds of one trial of one shape
 
 
 def choose_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Return x ↦ x·Wᵀ + b in the kind that is best here for this shape; measures when a shape is new.
+    """Return x ↦ x·Wᵀ + b in the best kind for this shape on this machine; measures new shapes.
 
-    The weight is used in place: it must not be moved or replaced afterwards, while new values written into it are seen.
-    Only "onednn", which is never chosen unasked, holds a second, packed copy.
+    The layer uses the weight in place: it must not be moved or replaced, but new values may be written into it. Only
+    "onednn", which must be forced, has a packed copy.
     """
     forced = forced_kind()
     if not _suits(weight, bias):
@@ -54,8 +53,7 @@ def choose_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def small_linear(weight: Tensor, bias: Tensor | None, scale: Tensor) -> KernelLinear:
-    """Return x ↦ (x·Wᵀ)·scale + b for a weight in int8 or bfloat16 that the kernel `takes`; int8 may be held
-    otherwise."""
+    """Return x ↦ (x·Wᵀ)·scale + b for an int8 or bfloat16 weight that the kernel `takes`; may convert int8."""
     stored = "bfloat16" if weight.dtype is torch.bfloat16 else whole_numbers()
     kernel = load_kernel(stored)
     assert kernel is not None
@@ -63,9 +61,9 @@ def small_linear(weight: Tensor, bias: Tensor | None, scale: Tensor) -> KernelLi
 
 
 def takes(stored: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel multiplies weights stored so in this precision: less memory to read, and no copy in float32.
+    """True if the kernel multiplies weights of this storage in this precision, without a copy in float32.
 
-    Nothing is measured: with few rows memory decides, which a trial on one cached matrix would not show.
+    This is not measured: with few rows memory traffic decides, which a trial with one cached matrix would not show.
     """
     held: dict[str, WeightBits] = {"int8": whole_numbers(), "bfloat16": "bfloat16"}
     runs = device.type == "cpu" and dtype is torch.float32 and forced_kind() in (None, "llvm")
@@ -73,7 +71,7 @@ def takes(stored: str, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def forced_kind() -> LinearKind | None:
-    """Read the kind that the environment forces, if any."""
+    """Return the kind that the environment forces; None: no kind."""
     name = os.environ.get(LINEAR_VARIABLE)
     if not name:
         return None
@@ -84,7 +82,7 @@ def forced_kind() -> LinearKind | None:
 
 
 class PlainLinear:
-    """torch's own, for any dtype, device and layout."""
+    """Torch's linear layer, for any dtype, device and layout."""
 
     kind: LinearKind = "torch"
 
@@ -111,8 +109,7 @@ class PackedLinear:
 
 
 class KernelLinear:
-    """The small-row kernel; a row's result does not depend on the rows beside it. A weight stored small has a scale
-    for each output."""
+    """The kernel for few rows: a row's bits do not depend on the other rows; int8 weights have a scale per output."""
 
     kind: LinearKind = "llvm"
 
@@ -126,7 +123,7 @@ class KernelLinear:
         self._addresses = [0 if part is None else part.data_ptr() for part in (weight, bias, scale)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the layer; calls the kernel is not made for go to torch, errors included."""
+        """Apply the layer; torch handles calls that the kernel does not support, and their errors."""
         *outer, ins = x.shape
         rows = outer[0] if len(outer) == 1 else x.numel() // self._ins
         if (
@@ -143,14 +140,14 @@ class KernelLinear:
         return y
 
     def arguments(self, x: int, y: int, rows: int) -> tuple[int, ...]:
-        """What the kernel is to be called with for rows at the address `x`, their results at `y`."""
+        """Return the kernel's arguments for rows at address `x` with results at `y`."""
         weight, bias, scale = self._addresses
         return (x, weight, bias, y, rows, *self._sizes, scale)
 
     def _plain(self, x: Tensor) -> Tensor:
         if self.scale is None:
             return F.linear(x, self.weight, self.bias)
-        y = F.linear(x, self.weight.to(x.dtype)) * self.scale  # one matrix is written out at a time, and forgotten
+        y = F.linear(x, self.weight.to(x.dtype)) * self.scale  # the wide weight lives for this product only
         return y if self.bias is None else y + self.bias
 
 
@@ -159,7 +156,7 @@ def _tracked(x: Tensor) -> bool:
 
 
 def _suits(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether anything but plain torch may serve this layer."""
+    """True if a kind other than plain torch may serve this layer."""
     parts = [weight] if bias is None else [weight, bias]
     return (
         weight.dim() == 2
@@ -181,7 +178,7 @@ def _pack(weight: Tensor) -> Tensor:
 
 @cache
 def onednn_works() -> bool:
-    """Whether torch has oneDNN's packed layers here."""
+    """True if torch has oneDNN's packed layers on this machine."""
     try:
         PackedLinear(torch.ones(4, 4), None)(torch.ones(1, 4))
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -201,13 +198,13 @@ def _measured(weight: Tensor) -> LinearKind:
 
 
 def _faster(weight: Tensor) -> LinearKind:
-    """Compare torch and the kernel on (part of) a weight; packed copies are no candidates, as memory counts."""
+    """Measure torch and the kernel on (part of) a weight; packed copies need memory, so they are no candidates."""
     kernel = load_kernel()
     if kernel is None:
         return "torch"
     part = weight[: max(1, SAMPLE // weight.shape[1])]
     pair = PlainLinear(part, None), KernelLinear(kernel, part, None, PRODUCT_ROWS)
-    # The kernel must lose every time: a choice that wavers with the load would change the last bits from run to run.
+    # The kernel must lose every trial: a choice that changes with the load would change the last bits between runs.
     return "llvm" if any(_kernel_holds(pair, weight.shape[1]) for _ in range(LOST_TRIALS)) else "torch"
 
 
@@ -217,8 +214,7 @@ def _kernel_holds(pair: tuple[Linear, Linear], ins: int) -> bool:
 
 
 def _paired_costs(layers: tuple[Linear, ...], x: Tensor) -> list[float]:
-    """Least seconds of each layer, taken in turns: under load the least is steadier than the median, and the choice
-    should not waver."""
+    """Return the least seconds of each layer, measured in turns; under load the least is steadier than the median."""
     turns: list[list[float]] = []
     until = time.perf_counter() + TRIAL_SECONDS / len(TRIED_ROWS)
     while len(turns) < 4 or (len(turns) < 12 and time.perf_counter() < until):

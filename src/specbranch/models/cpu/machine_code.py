@@ -1,6 +1,7 @@
-"""From LLVM's language to machine code in this process, and torch's own threads to run it on.
+"""Compilation of LLVM text to machine code in this process, and access to torch's threads to run it on.
 
-Owns compilation (llvmlite) and the way to torch's OpenMP; knows nothing of what the code does.
+Owns the use of llvmlite and of torch's OpenMP; knows nothing of what the code does. Invariant: compiled code runs on
+torch's own threads, never on a second pool.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ Team = Callable[[int, Any, int, int], None]  # address of a function, its argume
 
 
 class CannotCompile(Exception):
-    """There is no LLVM here, or one too old for the text."""
+    """LLVM is missing, or too old for the text."""
 
 
 def compile_text(text: str, optimise: bool, more: str = "") -> Any:
-    """Compile LLVM text for this machine; returns the engine that owns the code. `more`: features that LLVM does not
-    see by itself.
+    """Compile LLVM text for this machine; returns the engine that owns the code.
 
-    Best done before weights are loaded: the compiler's pages are given back at the end, and so do not add to the peak.
+    `more`: features that LLVM does not detect itself. Call it before weights are loaded: the compiler's memory is
+    released at the end, and does not add to the peak.
     """
     try:
         engine = _compiled(text, optimise, more)
@@ -36,7 +37,7 @@ def compile_text(text: str, optimise: bool, more: str = "") -> Any:
 
 
 def loaded(fields: Sequence[tuple[str, str]]) -> str:
-    """Write how a thread takes what it is told: kinds and names of what lies behind the count of what was taken."""
+    """Write the loads of a function's arguments, given by types and names; they lie behind the count of taken items."""
     return "\n".join(
         f"  %{name}.p = getelementptr i64, ptr %arguments, i64 {at}\n  %{name} = load {kind}, ptr %{name}.p, align 8"
         for at, (kind, name) in enumerate(fields, start=1)
@@ -44,7 +45,7 @@ def loaded(fields: Sequence[tuple[str, str]]) -> str:
 
 
 def host_features() -> dict[str, bool]:
-    """What this machine's processor can do, by LLVM's names."""
+    """Return the features of this processor, by LLVM's names."""
     try:
         import llvmlite.binding as llvm
 
@@ -54,7 +55,7 @@ def host_features() -> dict[str, bool]:
 
 
 def processor_name() -> str:
-    """What kind of processor this is, by LLVM's name, or as well as Python knows."""
+    """Return the name of this processor from LLVM, else from Python."""
     try:
         import llvmlite.binding as llvm
 
@@ -86,8 +87,8 @@ def _compiled(text: str, optimise: bool, more: str) -> Any:
 def torch_team() -> Team | None:
     """Find the entry point of the OpenMP that torch itself uses.
 
-    A second pool would fight with torch's for the cores, as both spin while they wait. Looking the symbol up from
-    torch's library finds torch's own OpenMP even where several are installed; libgomp, libomp and libiomp5 all have it.
+    A second pool would compete with torch's for the cores, as both spin while they wait. A lookup from torch's library
+    finds torch's own OpenMP even if several are installed; libgomp, libomp and libiomp5 all have this symbol.
     """
     found = _torch_symbol("GOMP_parallel")
     if found is None:
@@ -98,7 +99,7 @@ def torch_team() -> Team | None:
 
 
 def team_size_address() -> int:
-    """Return the address of the function that tells a thread of the team how many there are; 0 where there is none."""
+    """Return the address of the function that returns the number of threads of a team; 0 if there is none."""
     function = _torch_symbol("omp_get_num_threads")
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
@@ -113,8 +114,7 @@ def _torch_symbol(symbol: str) -> Any:
 
 
 def _forget_pages(library: str) -> None:
-    """Give back the resident pages of a library that has done its work; they come back from its file if ever
-    touched."""
+    """Release the resident pages of a library that is no longer needed; an access loads them from its file again."""
     if not hasattr(mmap, "MADV_DONTNEED") or not Path("/proc/self/smaps").exists():
         return
     madvise = ctypes.CDLL(None).madvise
@@ -124,7 +124,7 @@ def _forget_pages(library: str) -> None:
 
 
 def _clean_mappings(smaps: str, library: str) -> Iterator[tuple[int, int]]:
-    """Read-only mappings of the library without one private page, so that forgetting them loses nothing."""
+    """Yield read-only mappings of the library without private pages, which can be released without loss."""
     span: tuple[int, int] | None = None
     for line in smaps.splitlines():
         words = line.split()

@@ -1,8 +1,7 @@
-"""What all operations of a compiled step share, in LLVM's language: how they take their arguments and help themselves
-to items, and how rows are told apart.
+"""LLVM text that all operations of a compiled step share: arguments, work items, and entries of the table of rows.
 
 Owns the layout of an operation's arguments, of the table of rows and of a page. Invariant: every thread calls an
-operation and takes items until none is left, so a slow one holds nobody up.
+operation and takes items until none is left, so a slow thread delays no other.
 """
 
 from __future__ import annotations
@@ -14,51 +13,55 @@ from specbranch.core.pages import PAGE
 from specbranch.models.files.blocks import BLOCK
 from specbranch.models.files.matrix import SCALE_BYTES
 
-# numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken
+# Numbers of an operation: the address of its code, then its arguments. The first argument counts the items taken.
 OPERATION_FIELDS = 16
-# A row's entry in the table: where the addresses of its sequence's pages are listed, how many KV slots the rows of its
-# sequence all see, the address of its own KV slot, how many tokens it sees, and where the addresses of those behind the
-# prefix are listed. An address is that of a KV slot's key in the first head of the first layer.
-ENTRY = ("pages", "prefix", "slot", "count", "line")
+# A row's entry in the table:
+# - pages: the list of the addresses of its sequence's pages;
+# - prefix: how many KV slots all rows of its sequence see;
+# - slot: the address of its own KV slot;
+# - count: how many tokens it sees;
+# - path: the list of the addresses of the KV slots that it sees behind the prefix.
+# The address of a KV slot is that of its key in the first head of the first layer.
+ENTRY = ("pages", "prefix", "slot", "count", "path")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """What the code is specialised to."""
+    """The shape of heads and of the KV cache that code is compiled for."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    size: Literal[4, 2, 1] = 4  # bytes of a number in the cache: float32, bfloat16, or int8 with a scale for a head
+    size: Literal[4, 2, 1] = 4  # bytes of a number in the KV cache: float32, bfloat16, or int8 with a scale per head
 
     @property
     def row(self) -> int:
-        """How many numbers the queries, keys and values of a row are."""
+        """The numbers of a row's queries, keys and values together."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def kept(self) -> str:
-        """A number in the cache, in LLVM's language."""
+        """The LLVM type of a number in the KV cache."""
         return {4: "float", 2: "i16", 1: "i8"}[self.size]
 
     @property
     def numbers(self) -> int:
-        """How many bytes the numbers of a head are at a KV slot; a scale is behind them."""
+        """The bytes of one head's numbers in a KV slot; in int8 their scale follows."""
         return self.head_dim * self.size
 
     @property
     def kv_slot(self) -> int:
-        """How many bytes of a page two KV slots of a head are apart."""
+        """The distance of two KV slots of a head within a page, in bytes."""
         return self.numbers + (SCALE_BYTES if self.size == 1 else 0)
 
     @property
     def head(self) -> int:
-        """The same for two heads."""
+        """The distance of two heads within a page, in bytes."""
         return PAGE * self.kv_slot
 
     @property
     def values(self) -> int:
-        """How many bytes behind the keys of a layer its values are; another layer is twice as far."""
+        """The distance from a layer's keys to its values, in bytes; the next layer is twice as far."""
         return self.kv_heads * self.head
 
 
@@ -71,10 +74,9 @@ def operation(
     variables: str = "",
     before: str = "",
 ) -> str:
-    """Write an operation: read its arguments, do what comes `before`, then take items (%item, from 0 to `many`) until
-    none is left.
+    """Write an operation: load its arguments, run `before`, then take items until none is left.
 
-    Every thread calls it and helps itself, so a slow one holds nobody up.
+    `%item` counts items from 0 to `many`. Every thread calls the operation, so a slow thread delays no other.
     """
     fields = [("ptr", field) for field in pointers] + [("i64", field) for field in counts]
     loads = "\n".join(
@@ -99,14 +101,16 @@ end:
 
 
 def fraction(name: str) -> str:
-    """Read a field as a float32: its bits."""
+    """Write the conversion of a field's bits to a float32."""
     return f"""  %{name}.bits = trunc i64 %{name} to i32
   %{name}.float = bitcast i32 %{name}.bits to float"""
 
 
 def rounded(floats: str, at: str, many: str) -> str:
-    """Write the rounding of what was computed, for integer products, where that is asked for: `many` numbers from `at`
-    on, both whole blocks."""
+    """Write the rounding of results for an integer product, which runs if the operation asks for it.
+
+    It rounds `many` numbers from `at` on; both are whole blocks.
+    """
     return f"""  %none = icmp eq ptr %rounded, null
   br i1 %none, label %rounded.done, label %round
 round:
@@ -118,8 +122,8 @@ rounded.done:"""
 
 
 def entry(row: str) -> str:
-    """Read a row's entry in the table."""
-    kinds = {name: "ptr" if name in ("pages", "slot", "line") else "i64" for name in ENTRY}
+    """Write the loads of a row's entry in the table."""
+    kinds = {name: "ptr" if name in ("pages", "slot", "path") else "i64" for name in ENTRY}
     loads = "\n".join(
         f"  %{name}.at = getelementptr i64, ptr %entry, i64 {at}\n  %{name} = load {kind}, ptr %{name}.at"
         for at, (name, kind) in enumerate(kinds.items())

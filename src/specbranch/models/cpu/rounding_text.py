@@ -1,8 +1,8 @@
-"""The rounding of rows to int8, in LLVM's language.
+"""LLVM text that rounds rows to int8.
 
-Owns the text and how rounded rows lie in memory: a block of 48 bytes for every 32 inputs: the numbers, then their
-scale, the scale times the sum of the numbers (both float32), that sum as a whole number, and the sum of the first 16.
-Invariant: the greatest number of a block is 127, and a block's sums are exact.
+Owns the text and the layout of rounded rows. Every 32 inputs are a block of 48 bytes: first the numbers, then their
+scale and the scale times their sum (both float32), then their sum and the sum of the first 16 (both integers).
+Invariant: the greatest number of a block becomes 127, and a block's sums are exact.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from specbranch.models.cpu.text_writer import number
 from specbranch.models.files.blocks import BLOCK
 
 ROUNDED = 48  # bytes of a block of a rounded row
-BLOCKS_AT_ONCE = 64  # blocks of a row that a thread rounds before it looks for more
+BLOCKS_AT_ONCE = 64  # blocks of a row that a thread takes at once
 
 
 def whole_declarations(many: int) -> str:
-    """Declare what the rounding of so many numbers needs."""
+    """Write the declarations that the rounding of `many` numbers needs."""
     return f"""declare <{many} x float> @llvm.fabs.v{many}f32(<{many} x float>)
 declare <{many} x float> @llvm.roundeven.v{many}f32(<{many} x float>)
 declare float @llvm.vector.reduce.fmaximum.v{many}f32(<{many} x float>)
@@ -24,10 +24,10 @@ declare <{many} x i32> @llvm.fptosi.sat.v{many}i32.v{many}f32(<{many} x float>)"
 
 
 def whole(name: str, many: int) -> str:
-    """Write the rounding of so many numbers %name to whole ones up to 127: %name.wide, in bytes %name.small, and their
-    %name.scale.
+    """Write the rounding of `many` numbers %name to integers up to 127.
 
-    What is no number makes the scale none, and so the result; where all are 0, the scale is 0.
+    Results are %name.wide, in bytes %name.small, and %name.scale. A NaN makes the scale NaN, and so the result; if all
+    numbers are 0, the scale is 0.
     """
     floats, own = f"<{many} x float>", f"%{name}"
     return f"""  {own}.sizes = call {floats} @llvm.fabs.v{many}f32({floats} {own})
@@ -67,7 +67,7 @@ _ROUND_BLOCK = f"""  %values = load <32 x float>, ptr %from, align 4
   %early.p = getelementptr i8, ptr %to, i64 44
   store i32 %early.sum, ptr %early.p, align 4"""
 
-# Rounds so many blocks of what lies at %x, from a block on.
+# Rounds some blocks of the row at %x, from a given block on.
 ROUND_STRETCH = f"""{_ROUNDING_DECLARATIONS}
 define internal void @round_stretch(ptr %x, ptr %y, i64 %first, i64 %many) {{
 begin:
@@ -89,7 +89,7 @@ end:
 
 
 def rounding() -> str:
-    """Write the rounding of rows; an item is a stretch of a row."""
+    """Write the operation that rounds rows; an item is a part of a row."""
     fields = (("ptr", "x"), ("ptr", "y"), ("i64", "rows"), ("i64", "blocks"))
     return f"""declare i64 @llvm.smin.i64(i64, i64)
 {ROUND_STRETCH}

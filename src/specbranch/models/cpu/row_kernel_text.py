@@ -1,7 +1,7 @@
-"""The decoder's small operations in LLVM's language, written as plain loops that its optimiser turns into vectors.
+"""LLVM text of the decoder's small operations, as plain loops that LLVM's optimiser vectorises.
 
-Owns the text but for attention's, and the going through a list of operations. Invariant: sums run over a row's own
-numbers, in an order that depends on neither the rows beside it nor the threads.
+Owns the text of all operations but attention, and of the loop over a list of operations. Invariant: sums run over a
+row's own numbers, in an order that depends neither on other rows nor on threads.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from specbranch.models.cpu.text_writer import number
 from specbranch.models.cpu.waiting_text import CLOCK_IDS, waiting
 from specbranch.models.files.blocks import BLOCK
 
-STRETCH = 512  # numbers of a row that a thread takes at once: whole blocks
+STRETCH = 512  # numbers of a row that a thread takes at once; whole blocks
 
 
 def source(shape: KernelShape) -> str:
-    """Write all operations in LLVM's language, as plain loops; its optimiser turns them into vectors."""
+    """Write all operations as plain loops; LLVM's optimiser vectorises them."""
     return "\n".join(
         (
             _DECLARATIONS,
@@ -38,7 +38,7 @@ declare float @llvm.rint.f32(float)
 declare float @llvm.fabs.f32(float)
 declare i64 @llvm.smin.i64(i64, i64)
 """
-_LOOSE = "reassoc contract"  # sums may be split into lanes, products fused
+_LOOSE = "reassoc contract"  # allows sums to be split into lanes, and products to be fused
 
 
 def _loop(name: str, start: str, stop: str, body: str, step: int = 1) -> str:
@@ -62,8 +62,10 @@ def _variables(**kinds: str) -> str:
 
 
 def _exp() -> str:
-    """Write e^x for x ≤ 0: 2^whole by its bits, 2^rest by its series to the 7th power (error below 1e-8); exactly 0
-    below -87."""
+    """Write e^x for x ≤ 0 as 2^whole · 2^rest; exactly 0 below -87.
+
+    2^whole is made of its bits, 2^rest by its series to the 7th power (error below 1e-8).
+    """
     series = [math.log(2) ** power / math.factorial(power) for power in range(8)]
     lines = [f"  %p7 = fadd float {number(series[7])}, 0.0"]
     for power in range(6, -1, -1):
@@ -134,8 +136,7 @@ added.done:
 
 
 def _turn(shape: KernelShape) -> str:
-    """Write the turning of a row's queries and keys by its position, after their norm if there is one; keys and
-    values go to the cache."""
+    """Write the rotation of a row's queries and keys, after their norm if the model has one; stores keys and values."""
     half, turned = f"<{shape.head_dim // 2} x float>", shape.heads + shape.kv_heads
     body = f"""{entry("%item")}
   %layer.at = mul i64 %layer, {2 * shape.values}
@@ -153,7 +154,7 @@ def _turn(shape: KernelShape) -> str:
 {_loop("h", "0", str(turned), _turn_head(shape))}
 {_loop("g", "0", str(shape.kv_heads), _store_value(shape))}"""
     declare = f"declare float @llvm.vector.reduce.fadd.v{shape.head_dim // 2}f32(float, {half})\n"
-    if shape.size == 1 and shape.head_dim != BLOCK:  # those of a block are declared already
+    if shape.size == 1 and shape.head_dim != BLOCK:  # those for 32 numbers are declared already
         declare += whole_declarations(shape.head_dim) + "\n"
     pointers, counts = ("qkv", "cos", "sin", "table", "q.norm", "k.norm"), ("rows", "layer", "eps")
     return declare + operation("turn", pointers, counts, "%rows", body, _variables(h="i64", g="i64", a=half, b=half))
@@ -201,8 +202,7 @@ turned:"""
 
 
 def _keep(shape: KernelShape, value: str, to: str) -> str:
-    """Write the storing of a head's numbers in the cache, rounded to the nearest where it holds fewer bits, of two the
-    even one."""
+    """Write the store of a head's numbers to the KV cache; smaller types round to nearest, ties to even."""
     many = shape.head_dim
     if shape.size == 4:
         return f"  store <{many} x float> %{value}, ptr %{to}, align 4"
@@ -258,15 +258,14 @@ def _store_value(shape: KernelShape) -> str:
 
 
 def _spread(name: str, value: str, width: int) -> str:
-    """Write a vector of one number repeated."""
+    """Write a vector with one number in all lanes."""
     kind = f"<{width} x float>"
     return f"""  %{name}.one = insertelement {kind} poison, float {value}, i32 0
   %{name} = shufflevector {kind} %{name}.one, {kind} poison, <{width} x i32> zeroinitializer"""
 
 
 def _gate() -> str:
-    """Write silu(gate)·up, a stretch of a row an item, so that threads share a row; e^-|x| keeps the exponential small
-    on both sides."""
+    """Write silu(gate)·up; an item is a part of a row, so threads share a row. Uses e^-|x|, which cannot overflow."""
     each = """  %gp = getelementptr float, ptr %gr, i64 %i.i
   %g = load float, ptr %gp
   %up = getelementptr float, ptr %ur, i64 %i.i
@@ -304,9 +303,9 @@ def _gate() -> str:
 
 
 def _run() -> str:
-    """Write the going through a list: do an operation together, wait for each other, go on.
+    """Write the loop over a list: all threads run an operation, wait at the barrier, and go on to the next.
 
-    At the end each thread adds the time it could have run but had no core to the header's last number.
+    At the end each thread adds the time in which it could have run but had no core to the header's last number.
     """
     each = f"""  %at = mul i64 %o.i, {OPERATION_FIELDS}
   %code.p = getelementptr i64, ptr %list, i64 %at

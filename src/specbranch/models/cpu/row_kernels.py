@@ -1,12 +1,12 @@
-"""A decoder's small operations for few rows on CPUs, and the running of a whole step, as machine code (llvmlite).
+"""The small operations of a decode step on CPUs, and the execution of a whole step, as machine code (llvmlite).
 
-At one row the small operations cost in dispatch what a third of the matrices cost in memory traffic. Here a step is a
-list of operations that the threads go through together, with one call from Python. Owns the compiled code and its
-launch; the text is in `row_kernel_text`, the list in `fused_step`.
+At one row, dispatching the small operations from Python costs as much as a third of the matrix products. Here a step is
+a list of operations, which all threads run together in one call from Python. Owns the compiled code and its launch;
+`row_kernel_text.py` owns the LLVM text, `forward/fused_step.py` the list.
 
-Invariant: a row's result depends on that row and on the tokens it sees, in their order in the sequence: not on the rows
-beside it, the number of threads, or where in the tail its tokens lie. So a token scored alone, in a chain or in a tree
-gets the same bits.
+Invariant: a row's result depends on that row and on the tokens it sees, in their order. It does not depend on other
+rows, on the number of threads, or on the KV slots of its tokens. So a token has the same bits alone, in a chain and in
+a tree.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ class RowKernels:
     run_address: int
     alone: Callable[[Any], None]
     team: Team | None
-    team_size: int  # address of the function that tells a thread how many there are
+    team_size: int  # address of the function that returns the number of threads
 
     def run(self, header: int, threads: int) -> None:
-        """Carry out a list of operations; `header` is the address of: arrived, operations, address of the list,
-        `team_size`, nanoseconds that threads lost."""
+        """Run a list of operations.
+
+        `header`: address of five numbers: arrived threads, operations, address of the list, `team_size`, and the
+        nanoseconds that threads lost.
+        """
         if self.team is None or threads == 1:
             self.alone(header)
         else:
@@ -51,7 +54,7 @@ class RowKernels:
 
 @cache
 def load_row_kernels(shape: KernelShape) -> RowKernels | None:
-    """Compile for this machine, once a process and shape; None where that cannot be done."""
+    """Compile for this machine, once per process and shape; None if that is impossible."""
     try:
         engine = compile_text(source(shape), optimise=True)
         attending = compile_text(attention(shape, _registers()), optimise=False)
@@ -66,10 +69,10 @@ def load_row_kernels(shape: KernelShape) -> RowKernels | None:
 
 
 def _registers() -> Registers:
-    """What this machine's vectors are like."""
+    """Return the vector registers of this machine."""
     return Registers(lanes=4, queries=4, sums=24) if is_arm() else Registers(lanes=8, queries=3, sums=12)
 
 
 def float_bits(value: float) -> int:
-    """Return a float32's bits, as operations take their fractions."""
+    """Return the bits of a float32; operations take float arguments as bits."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])

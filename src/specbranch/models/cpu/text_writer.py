@@ -1,6 +1,6 @@
-"""Text in LLVM's language under construction.
+"""A writer of LLVM text: operations, labels and loops.
 
-Owns names of results, labels and loops; knows nothing of what is computed.
+Owns the names of results and labels; knows nothing of what is computed. Invariant: a name is defined once.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import dataclass, field
 
 
 def number(value: float) -> str:
-    """A float32 as LLVM wants it: the bits of the same value in double precision."""
+    """Format a float32 for LLVM: the bits of the same value in double precision."""
     rounded = struct.unpack("<f", struct.pack("<f", value))[0]
     return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"
 
 
 @dataclass(slots=True)
 class Writer:
-    """Text under construction: each operation gets a name of its own."""
+    """LLVM text under construction; each operation's result gets its own name."""
 
     lines: list[str] = field(default_factory=list)
     label: str = "begin"
     _names: int = 0
 
     def op(self, text: str) -> str:
-        """Write an operation; returns the name of its result."""
+        """Write an operation, and return the name of its result."""
         self._names += 1
         self.lines.append(f"  %v{self._names} = {text}")
         return f"%v{self._names}"
@@ -35,20 +35,20 @@ class Writer:
         self.lines.append(f"  {text}")
 
     def at(self, pointer: str, offset: int | str) -> str:
-        """An address so many bytes behind another."""
+        """Write an address at an offset in bytes from another, and return its name."""
         return pointer if offset == 0 else self.op(f"getelementptr i8, ptr {pointer}, i64 {offset}")
 
     def load(self, kind: str, pointer: str, offset: int | str = 0, align: int = 2) -> str:
-        """Load from an address."""
+        """Write a load, and return the name of the value."""
         return self.op(f"load {kind}, ptr {self.at(pointer, offset)}, align {align}")
 
     def begin(self, label: str) -> None:
-        """Begin a part that is jumped to."""
+        """Begin a basic block."""
         self.lines.append(f"{label}:")
         self.label = label
 
     def loop(self, count: str, carried: list[tuple[str, str]], body: Callable[[list[str]], list[str]]) -> list[str]:
-        """Write a loop of at least one turn; `carried` are kinds and first values of what goes from turn to turn."""
+        """Write a loop of at least one turn; `carried`: types and first values of its loop variables."""
         self._names += 1
         name, before = f"loop{self._names}", self.label
         self.do(f"br label %{name}")

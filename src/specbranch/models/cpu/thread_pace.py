@@ -1,8 +1,8 @@
-"""How many threads compiled steps use: all of torch's on a quiet machine, fewer while other processes take its cores.
+"""The number of threads of compiled steps: all of torch's on a quiet machine, fewer if other processes use its cores.
 
-Owns the count and what is known of the last steps. A step ends when its slowest thread does, so a thread that shares
-its core may cost more than it brings. Where threads lose time, fewer are tried for a few steps, and more again from
-time to time; what is faster is kept. Invariant: only speed depends on the count, never a bit of a result.
+Owns the count and the times of recent steps. A step ends when its slowest thread ends, so a thread that shares its core
+may cost more than it gains. If threads lose time, a few steps try fewer threads; from time to time they try more. The
+faster count stays. Invariant: only speed depends on the count, never a bit of a result.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 
 import torch
 
-LOST_SHARE = 0.3  # of a core that threads waited for while they could have run: more, and fewer threads are tried
-WINDOW_STEPS = 4  # of a window, at least
+LOST_SHARE = 0.3  # cores that threads waited for; above this, fewer threads are tried
+WINDOW_STEPS = 4  # steps of a window, at least
 WINDOW_SECONDS = 0.02  # seconds of undisturbed work in a window, at least
-BETTER = 0.95  # of the cost before a trial: hysteresis
-WORSE_FACTOR = 1.5  # times the cost at which fewer threads did not help: then they are tried again at once
+BETTER = 0.95  # a trial succeeds below this share of the cost before it (hysteresis)
+WORSE_FACTOR = 1.5  # if the cost rises this much since a failed trial of fewer threads, they are tried again at once
 TRIAL_PAUSE = 0.25  # seconds between trials, at least
-PAUSE_SHARE = 8  # a pause is so many times as long as the trial before it: the price of trials is bounded
-LONGEST_PAUSE = 8.0  # seconds between trials that fail again and again, or that nothing speaks for
-IDLE_LOOK = 0.1  # seconds between two looks whether a core is idle
+PAUSE_SHARE = 8  # a pause is this many times as long as the trial before it, which bounds the cost of trials
+LONGEST_PAUSE = 8.0  # seconds between trials that keep failing, or that no measurement suggests
+IDLE_LOOK = 0.1  # seconds between two checks for idle cores
 IDLE = 0.5  # cores that must be idle for more threads to be tried
-FORGET = 1.002  # by how much the least time of a step grows each time: texts grow, and so do their steps
+FORGET = 1.002  # factor of a step's least time at each step: longer sequences take longer steps
 
 
 Idle = Callable[[], float | None]
@@ -33,24 +33,24 @@ Idle = Callable[[], float | None]
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What a step took, in seconds."""
+    """The time of a step, in seconds."""
 
     spent: float
-    least: float  # what the same step took at its best
-    lost: float  # by all threads, while others had their cores
+    least: float  # the best time of the same kind of step
+    lost: float  # time that all threads lost to other processes
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a window of steps took, but for the worst of them: one may meet anything."""
+    """The cost of a window of steps, without the worst of them, which may have any cause."""
 
-    slowdown: float  # how often their least time they took
-    lost: float  # cores that threads lacked
+    slowdown: float  # their time divided by their least time
+    lost: float  # cores that threads waited for
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadTrial:
-    """Another number of threads under trial."""
+    """A trial of another number of threads."""
 
     before: int
     slowdown: float
@@ -59,19 +59,19 @@ class ThreadTrial:
 
 @dataclass(slots=True)
 class StepTimes:
-    """The least time of each kind of step that one model makes."""
+    """The least time of each kind of step of one model."""
 
     _least: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def least(self, kind: tuple[int, ...], seconds: float) -> float | None:
-        """Note a time above 0; returns the least so far, None where it is the first."""
+        """Note a time above 0, and return the least so far; None for the first one."""
         known = self._least.get(kind)
         self._least[kind] = seconds if known is None else min(seconds, known * FORGET)
         return None if known is None else self._least[kind]
 
 
 class ThreadPace:
-    """Chooses the number of threads from what steps took."""
+    """Chooses the number of threads from the times of steps."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, idle: Idle | None = None) -> None:
         self._clock, self._idle = clock, idle or idle_seconds
@@ -81,14 +81,14 @@ class ThreadPace:
         self._reset(0)
 
     def threads(self, most: int) -> int:
-        """How many of `most` threads the next step should use."""
+        """Return how many of `most` threads the next step should use."""
         if most != self._most:
             self._reset(most)
         return self._threads
 
     def note(self, step: StepTime) -> None:
-        """Learn from a step with that many threads."""
-        window, trial = self._window, self._trial  # read once: engines in other threads may be at work here too
+        """Learn from a step with the current number of threads."""
+        window, trial = self._window, self._trial  # read once: other engine threads may change them
         window.append(step)
         if len(window) < WINDOW_STEPS or sum(step.least for step in window) < WINDOW_SECONDS:
             return
@@ -106,7 +106,7 @@ class ThreadPace:
         self._looked = 0.0, None
 
     def _consider(self, cost: Cost) -> None:
-        """Try another number of threads if there is reason to, and it is time."""
+        """Start a trial of another number of threads if a measurement suggests it and the pause is over."""
         now = self._clock()
         if cost.lost > LOST_SHARE and self._threads > 1 and (now >= self._next_fewer or cost.slowdown > self._bearable):
             self._try(_fewer(self._threads), cost.slowdown, now)
@@ -114,7 +114,7 @@ class ThreadPace:
             self._try(_more(self._threads, self._most), cost.slowdown, now)
 
     def _has_room(self, now: float) -> bool:
-        """Whether more threads may find cores: one was idle since the last look, or nobody knows, or it is time."""
+        """True if more threads may find cores: one was idle since the last check, or unknown, or the pause is over."""
         (before, idle_before), idle = self._looked, self._idle()
         self._looked, self._next_more = (now, idle), now + IDLE_LOOK
         if idle is None or idle_before is None or now >= self._overdue:
@@ -126,7 +126,7 @@ class ThreadPace:
         self._threads = threads
 
     def _judge(self, trial: ThreadTrial, slowdown: float) -> None:
-        """Keep what is under trial if it is faster; go back otherwise, and wait for the next trial."""
+        """Keep the tried count if it is faster; else return to the old one and pause."""
         now, tried, self._trial = self._clock(), self._threads, None
         self._next_more = now + max(TRIAL_PAUSE, PAUSE_SHARE * (now - trial.start))
         self._overdue, self._looked = now + LONGEST_PAUSE, (now, self._idle())
@@ -146,7 +146,7 @@ def _cost_of(window: Sequence[StepTime]) -> Cost:
 
 
 def _fewer(threads: int) -> int:
-    """A few at a time: few busy processes are more usual than many."""
+    """Return a slightly smaller count: few busy processes are more usual than many."""
     return threads - 1 if threads <= 4 else threads - max(1, threads // 8)
 
 
@@ -155,7 +155,7 @@ def _more(threads: int, most: int) -> int:
 
 
 def idle_seconds() -> float | None:
-    """Seconds that this machine's cores were idle since it started, all together; None where it does not say."""
+    """Return the idle seconds of all cores since the machine started; None if the system does not say."""
     try:
         with Path("/proc/stat").open(encoding="ascii") as file:
             return int(file.readline().split()[4]) / os.sysconf("SC_CLK_TCK")
@@ -163,9 +163,9 @@ def idle_seconds() -> float | None:
         return None
 
 
-PACE = ThreadPace()  # of this process: its models share the cores
+PACE = ThreadPace()  # one for the process, as its models share the cores
 
 
 def threads_now() -> int:
-    """How many threads the next compiled call should use."""
+    """Return how many threads the next compiled call should use."""
     return PACE.threads(torch.get_num_threads())

@@ -1,24 +1,24 @@
-"""How the threads of a compiled step wait for each other, in LLVM's language.
+"""LLVM text of the barrier at which the threads of a compiled step wait for each other.
 
-Owns the barrier and its clocks. A thread looks at the count of arrived threads; from time to time it lets others run on
-its core, as one it waits for may be among them. It never sleeps: with futexes instead, steps on a virtual machine took
-up to twice as long, while its host took cores away (docs/log.md, 2026-11-17).
+Owns the barrier and its clocks. A thread polls the count of arrived threads. From time to time it yields its core, as a
+thread that it waits for may need it. Invariant: a thread never sleeps. With futexes, steps on a virtual machine took up
+to twice as long while its host took cores away (docs/log.md, 2026-11-17).
 """
 
 from __future__ import annotations
 
 import platform
 
-BARRIER_LOOKS = 64  # at the barrier between two looks at the clock
-PATIENCE = 200_000  # nanoseconds between two yields: threads that run are seldom further apart
+BARRIER_LOOKS = 64  # polls of the barrier between two looks at the clock
+PATIENCE = 200_000  # nanoseconds between two yields: running threads are seldom further apart
 
-# of wall time, and of a thread's own time
+# clocks of wall time and of a thread's CPU time
 CLOCK_IDS = (6, 16) if platform.system() == "Darwin" else (1, 3)
 
 
 def waiting() -> str:
     """Write `now`, the nanoseconds of a clock, and `meet`, the barrier."""
-    # A core that says it waits leaves what it shares to the other thread on it.
+    # The pause instruction leaves shared units of a core to its other hardware thread.
     arm = platform.machine() in ("aarch64", "arm64")
     pause, argument = ("llvm.aarch64.hint", "i32") if arm else ("llvm.x86.sse2.pause", "")
     return f"""declare void @{pause}({argument})

@@ -1,8 +1,8 @@
 """Reading a finished draft: config.json and model.safetensors in one folder.
 
-Owns the format; `training.distill.draft_saving` writes it. A draft holds its layers and its last norm; embedding and
-output head are its target's and are stored nowhere else. Invariant: config.json is written last, so a folder that has
-one is whole, and it says by fingerprint which target the draft belongs to.
+Owns the format; `training/distill/draft_saving.py` writes it. A draft has its own layers and last norm; it uses its
+target's embedding and output head, which are not in the folder. Invariant: config.json is written last, so a folder
+that has one is complete. Its fingerprint says which target the draft belongs to.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ HEAD_IDS = "draft.head_ids"
 
 @dataclass(frozen=True, slots=True)
 class DraftInfo:
-    """What a draft's config.json says beyond its shape."""
+    """The part of a draft's config.json that is not its architecture."""
 
     target: str
     target_fingerprint: str
-    layers: tuple[int, ...]  # those of the target it started from
+    layers: tuple[int, ...]  # layers of the target that training started from
     head_tokens: int | None = None
     storage: Storage = "bfloat16"
     format: int = DRAFT_FORMAT
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: Path) -> Self:
-        """Take the draft's part out of a config.json."""
+        """Read the draft's part of a config.json."""
         values = config.get(KEY)
         if not isinstance(values, dict):
             raise ModelError(f"{where} is no draft made by `specbranch distill`: its config.json has no {KEY!r}.")
@@ -69,7 +69,7 @@ class DraftInfo:
         return info
 
     def check(self, fingerprint: str, where: Path | str) -> None:
-        """Refuse another target than the draft was made for: it would run on a wrong embedding and propose nonsense."""
+        """Raise a ModelError for another target: with its embedding the draft would propose nonsense."""
         if fingerprint != self.target_fingerprint:
             raise ModelError(
                 f"The draft in {where} was made for {self.target} (fingerprint {self.target_fingerprint[:12]}…), "
@@ -78,7 +78,7 @@ class DraftInfo:
 
 
 class DraftFile:
-    """A draft folder, its tensors read one at a time and given as plain floats."""
+    """A draft folder; reads its tensors one at a time, and returns plain floats."""
 
     def __init__(self, folder: Path, config: dict[str, Any], info: DraftInfo) -> None:
         self.folder, self.config, self.info = folder, config, info
@@ -100,43 +100,43 @@ class DraftFile:
         return tensor in self._names
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor as it was before it was stored, as nearly as its storage allows; ids as int64."""
+        """Return a tensor in floats, int8 times its scale; token ids as int64."""
         if name not in self:
             raise ModelError(
                 f"{self._path} has no tensor {name!r}, which its configuration needs. Make the draft again."
             )
         try:
             with safe_open(self._path, framework="pt") as file:
-                held: Tensor = file.get_tensor(name)
-                if held.dtype != torch.int8:
-                    return held.long() if held.dtype == torch.int32 else held.float()
+                stored: Tensor = file.get_tensor(name)
+                if stored.dtype != torch.int8:
+                    return stored.long() if stored.dtype == torch.int32 else stored.float()
                 scale: Tensor = file.get_tensor(scale_name(name))
         except (OSError, SafetensorError) as error:
             raise ModelError(
                 f"{self._path}: tensor {name!r} cannot be read ({error}). Make the draft again, or fetch it again."
             ) from None
-        if scale.shape != held.shape[:-1]:
-            shapes = f"{list(held.shape)} and a scale of shape {list(scale.shape)}"
+        if scale.shape != stored.shape[:-1]:
+            shapes = f"{list(stored.shape)} and a scale of shape {list(scale.shape)}"
             raise ModelError(
                 f"{self._path}: tensor {name!r} has shape {shapes}; expected a scale for each row. Make the draft "
                 "again."
             )
-        return held.float() * scale.unsqueeze(-1)
+        return stored.float() * scale.unsqueeze(-1)
 
     def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
-        """Fill a tensor of the same shape, converting, as a TensorSource does."""
-        held = self.tensor(tensor)
-        held = held[: into.shape[0]] if leading else held
-        if held.shape != into.shape:
+        """Read a tensor into one of the same shape; see TensorSource."""
+        found = self.tensor(tensor)
+        found = found[: into.shape[0]] if leading else found
+        if found.shape != into.shape:
             raise ModelError(
-                f"{self._path}: tensor {tensor!r} has shape {list(held.shape)}; its configuration says "
+                f"{self._path}: tensor {tensor!r} has shape {list(found.shape)}; its configuration says "
                 f"{list(into.shape)}."
             )
-        into.copy_(held)
+        into.copy_(found)
 
     @property
     def head_ids(self) -> Tensor | None:
-        """The tokens of a reduced head."""
+        """The tokens of a reduced head; None: the head is whole."""
         if HEAD_IDS not in self:
             return None
         ids = self.tensor(HEAD_IDS)
@@ -149,7 +149,7 @@ class DraftFile:
 
 
 def read_draft(folder: Path | str, fingerprint: str | None = None) -> DraftFile:
-    """Open a draft folder without reading its weights; with a target's fingerprint, refuse a draft of another."""
+    """Open a draft folder without reading its weights; `fingerprint`: refuse a draft of another target."""
     path = Path(folder)
     config = read_object(path / "config.json")
     info = DraftInfo.read(config, path)
@@ -159,13 +159,13 @@ def read_draft(folder: Path | str, fingerprint: str | None = None) -> DraftFile:
 
 
 def fingerprint_of(arch: Architecture, source: TensorSource) -> str:
-    """Digest the target's embedding, in float32 and on the CPU: the same however the target is run."""
-    held = torch.empty(arch.vocabulary, arch.hidden)
+    """Return a digest of the target's embedding in float32, which does not depend on how the target runs."""
+    embedding = torch.empty(arch.vocabulary, arch.hidden)
     names = GGUF if isinstance(source, GgufFile) else HUGGING_FACE
-    source.read(f"{names['embedding']}.weight", held, leading=True)
-    return sha256(held.numpy().data).hexdigest()
+    source.read(f"{names['embedding']}.weight", embedding, leading=True)
+    return sha256(embedding.numpy().data).hexdigest()
 
 
 def scale_name(name: str) -> str:
-    """Return which tensor holds the scales of one that is stored in int8."""
+    """Return the name of the tensor with the scales of an int8 tensor."""
     return f"{name.removesuffix('.weight')}.scale"

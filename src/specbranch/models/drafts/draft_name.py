@@ -1,4 +1,7 @@
-"""Telling a draft made by `distill` from other models by its folder alone, without torch."""
+"""The check that a folder is a draft, without torch.
+
+Owns the key in config.json that marks a draft of `specbranch distill`. Invariant: nothing but JSON is read.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 from specbranch.models.files.sources import made_model
 
-KEY = "specbranch_draft"  # of its config.json
+KEY = "specbranch_draft"  # in config.json
 
 
 def is_draft_folder(name: str) -> bool:
@@ -18,8 +21,7 @@ def is_draft_folder(name: str) -> bool:
 
 
 def draft_config(folder: str | Path) -> dict[str, Any] | None:
-    """Return the draft's part of a folder's config.json; nothing if the folder is no draft, or not whole:
-    config.json is written last."""
+    """Return the draft's part of a folder's config.json; None if the folder is no draft or not complete."""
     try:
         found = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))[KEY]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):

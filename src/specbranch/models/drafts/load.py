@@ -1,8 +1,8 @@
-"""Running a draft folder beside its target: the layers are the draft's, embedding and output head the target's.
+"""Loading a draft folder beside its target: layers from the draft, embedding and output head from the target.
 
-Owns how the two are put together. Invariant: a draft of another target is refused. A draft that runs in its target's
-process, on its device and in its precision, stores nothing of the target again but the rows of a reduced head. A target
-that is made from a base (see `files.sources`) shares its base's embedding and head. A draft that is made has its own.
+Owns the combination of the two. A draft in its target's process, on its device and in its precision, shares the
+target's tensors; it copies only the rows of a reduced head. With a target that is made from a base (`files/sources.py`)
+a draft uses the base's embedding and head. A made draft has its own. Invariant: a draft of another target is refused.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from specbranch.models.files.weights import (
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.loading import native_runner, open_model
 from specbranch.models.runners.native import NativeRunner
-from specbranch.models.runners.precision import agreed, kept_in, tell
+from specbranch.models.runners.precision import resolve_cache_dtype, resolve_precision, warn_about_int4
 
 SHARED = {f"{HUGGING_FACE[part]}.weight": part for part in ("embedding", "head")}
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What a draft takes from its target."""
+    """The tensors that a draft takes from its target."""
 
     embedding: Embedding
-    head: AnyMatrix  # [vocabulary, hidden], as the target has it, or as the draft does where it was read for it alone
+    head: AnyMatrix  # [vocabulary, hidden], stored as the target's; if read for the draft alone, as the draft's
 
     @classmethod
     def of(cls, runner: Runner | None, device: torch.device, dtype: torch.dtype) -> Shared | None:
-        """Take it from a target that runs in this process, on the same device and in the same precision."""
+        """Return the tensors of a native target with this device and precision; None for any other runner."""
         if not isinstance(runner, NativeRunner) or (runner.device, runner.dtype) != (device, dtype):
             return None
         head = runner.decoder.head_matrix
@@ -78,32 +78,32 @@ def load_draft(
     """Load a draft for a target.
 
     It takes embedding and head from `target_runner` if that runs on the same device in the same precision; otherwise it
-    reads them from the target's file. `weights`: how its matrices are stored; nothing: in int8 if its file says so,
-    else in `dtype`, as those of a made draft. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
+    reads them from the target's file. `weights`: how its matrices are stored; None: in int8 if its file says so, else
+    in `dtype`. A made draft ignores what its file says. `cache_dtype`: type of keys and values; None: `dtype`.
     """
     where = torch.device(device)
-    precision, stored = agreed(dtype, weights, where)
+    precision, stored = resolve_precision(dtype, weights, where)
     made = made_model(folder)
     found = open_for_target(folder if made is None else checked_base(made).path, target)
     arch, source = _own_tensors(found, made)
-    context, kept = arch.choose_context(context_length, shorten=True), kept_in(cache_dtype, precision, where)
+    context = arch.choose_context(context_length, shorten=True)
+    kv_dtype = resolve_cache_dtype(cache_dtype, precision, where)
     if made is None:
         stored = _own_storage(found.draft, where, precision, dtype) if weights is None else stored
         # A made target's embedding may have another size than its base's.
         shared = None if is_made(target) else Shared.of(target_runner, where, precision)
-        held = _sharing(found, shared, where, precision, stored)
-        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, weights=0, kept=kept)
+        tensors = _sharing(found, shared, where, precision, stored)
+        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, weights=0, cache_dtype=kv_dtype)
     else:
-        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, stored=stored, kept=kept)
-        held = _with_reduced_head(read_weights(arch, source, where, precision, stored), arch, found.draft.head_ids)
-    tell(held, stored, where)
-    return native_runner(Decoder(arch, held, context + tail), context, tail, pages, kept)
+        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, stored=stored, cache_dtype=kv_dtype)
+        tensors = _with_reduced_head(read_weights(arch, source, where, precision, stored), arch, found.draft.head_ids)
+    warn_about_int4(tensors, stored, where)
+    return native_runner(Decoder(arch, tensors, context + tail), context, tail, pages, kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOfTarget:
-    """A draft as it was made, opened beside the target it was made for, as a source of all its tensors; nothing is
-    read yet."""
+    """A draft opened with its target, as a source of all its tensors; no weights are read yet."""
 
     draft: DraftFile
     arch: Architecture
@@ -112,14 +112,14 @@ class DraftOfTarget:
 
     @property
     def name(self) -> str:
-        """What to call it in a sentence."""
+        """The draft's name for sentences."""
         return self.draft.name
 
     def __contains__(self, tensor: str) -> bool:
         return tensor in SHARED or tensor in self.draft
 
     def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
-        """Fill a tensor, from the target where the draft has none of its own; see TensorSource."""
+        """Read a tensor: embedding and head from the target, all others from the draft; see TensorSource."""
         if tensor in SHARED:
             into.copy_(read_part(self.target, self.source, SHARED[tensor], into.device, into.dtype))
         else:
@@ -127,7 +127,7 @@ class DraftOfTarget:
 
 
 def open_for_target(folder: str | Path, target: str | Path) -> DraftOfTarget:
-    """Open a draft beside its target, or beside the base of a made target; another target's is refused."""
+    """Open a draft with its target, or with the base of a made target; refuses a draft of another target."""
     target_arch, source = open_model(stored_base(locate(str(target))))
     draft = read_draft(folder, fingerprint_of(target_arch, source))
     arch = Architecture.from_config(draft.config, draft.name)
@@ -140,7 +140,7 @@ def open_for_target(folder: str | Path, target: str | Path) -> DraftOfTarget:
 
 
 def _own_tensors(found: DraftOfTarget, made: MadeModel | None) -> tuple[Architecture, TensorSource]:
-    """Return what a draft is, and its tensors: those of its folder, or those that are made from them."""
+    """Return a draft's architecture and tensors: those of its folder, or those made from them."""
     if made is None:
         return found.arch, found
     return made.made_from(found.arch, found, found.draft.head_ids)
@@ -153,7 +153,7 @@ def _sharing(
     dtype: torch.dtype,
     stored: WeightsName | None,
 ) -> Weights:
-    """Read a draft's own weights; embedding and head are `shared`, or read from the target's file."""
+    """Read a draft's own weights; embedding and head are `shared`; None: read from the target's file."""
     if stored == "stored" and found.draft.info.storage != "int8":
         raise BadParameter(
             f"weights of the draft is 'stored', but {found.name} stores floats; expected int8. Leave "
@@ -165,20 +165,23 @@ def _sharing(
     return Weights(shared.embedding, layers, norm, shared.head, reduced)
 
 
-def _with_reduced_head(held: Weights, arch: Architecture, ids: Tensor | None) -> Weights:
-    """Name the tokens of a made draft's reduced head; the rows behind them count as tokens that nobody has."""
+def _with_reduced_head(weights: Weights, arch: Architecture, ids: Tensor | None) -> Weights:
+    """Assign token ids to a made draft's reduced head; surplus rows get ids beyond the vocabulary."""
     if ids is None:
-        return held
+        return weights
     beyond = range(arch.vocabulary, arch.vocabulary + arch.head_rows - len(ids))
-    columns = Columns(torch.cat((ids, torch.tensor(beyond, dtype=torch.int64))).to(held.norm.device), beyond.stop)
-    return replace(held, reduced=ReducedHead(held.head, columns))
+    columns = Columns(torch.cat((ids, torch.tensor(beyond, dtype=torch.int64))).to(weights.norm.device), beyond.stop)
+    return replace(weights, reduced=ReducedHead(weights.head, columns))
 
 
 def _own_storage(
     draft: DraftFile, device: torch.device, dtype: torch.dtype, asked: torch.dtype | None
 ) -> WeightsName | None:
-    """How a draft is stored unless told: as its file is, but on a CPU without the kernel, which would write int8 out
-    at every step. Integer products, where rows are rounded too, are for who asks for no precision."""
+    """Return how a draft's matrices are stored by default: as in its file; None: in `dtype`.
+
+    An int8 file uses integer products, which round activations, too, unless the user asked for a precision. On a CPU
+    without an int8 kernel it is converted to floats at load, not at every step.
+    """
     if draft.info.storage != "int8":
         return None
     if asked is None and runs_blocks(device, (ROW_FORM,)):
@@ -189,7 +192,7 @@ def _own_storage(
 def _read_shared(
     arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype, stored: WeightsName | None
 ) -> Shared:
-    """Read embedding and head, and of the layers only one, which is forgotten at once."""
+    """Read embedding and head; one layer is read, too, and dropped."""
     whole = read_weights(replace(arch, layers=1), source, device, dtype, stored)
     return Shared(whole.embedding, whole.head)
 
@@ -197,7 +200,7 @@ def _read_shared(
 def _reduced(
     ids: Tensor | None, head: AnyMatrix, device: torch.device, dtype: torch.dtype, stored: WeightsName | None
 ) -> ReducedHead | None:
-    """Copy a reduced head's rows: scattered among the target's, they could not be read at the memory's pace."""
+    """Copy a reduced head's rows from the target's, so that products read contiguous memory; None: no reduced head."""
     if ids is None:
         return None
     columns = Columns(ids.to(device), head.outs)

@@ -1,1 +1,1 @@
-"""What a model is and where its weights lie: architectures, weight files, the store of known models."""
+"""Model files: architectures, weight files and their formats, the store of models known by name."""

@@ -1,7 +1,7 @@
-"""What the native decoder must know of a model before it reads a weight, from a config.json or from a GGUF header.
+"""The architecture of a model, from a config.json or from a GGUF header; no weights are read for it.
 
-Owns the reading of both and the refusal of what the decoder cannot do. Invariant: an `Architecture` that exists can be
-run, with nothing of its definition left aside in silence.
+Owns the parsing of both, and the refusal of variants that the native decoder does not compute. Invariant: the decoder
+can run every `Architecture` that exists, and ignores nothing of its definition.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 USE_TRANSFORMERS = "Load it with runner='transformers'."
-MOST_SIZE = 1 << 26  # of a model in one direction: far beyond any, and no product of two overflows
+MOST_SIZE = 1 << 26  # largest dimension: far beyond any model, and the product of two does not overflow
 THETAS = (2.0, 1e15)  # bases of rotary positions
-FACTORS = (1e-6, 1e6)  # by which they are stretched, and the like
+FACTORS = (1e-6, 1e6)  # range of scaling factors
 COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "context_length")
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions turn keys and queries: the base θ and how its frequencies are stretched to longer contexts."""
+    """Rotary position embedding: the base θ, and how its frequencies are scaled to longer contexts."""
 
     theta: float = 10000.0
     kind: RopeKind = "default"
     factor: float = 1.0
-    original_context: int = 0  # llama3, yarn: the context of the first training
-    low_freq: float = 1.0  # llama3: turns per original context under which a frequency is divided by `factor`
-    high_freq: float = 4.0  # llama3: turns above which it is left alone
+    original_context: int = 0  # llama3, yarn: context length before scaling
+    low_freq: float = 1.0  # llama3: below this many turns per original context `factor` divides a frequency
+    high_freq: float = 4.0  # llama3: above this many turns a frequency stays as it is
     beta_fast: float = 32.0  # yarn: the same two bounds
     beta_slow: float = 1.0
     truncate: bool = True  # yarn: bounds rounded outwards to whole dimensions
-    magnitude: float = 1.0  # yarn: what cos and sin are multiplied by
-    divisors: tuple[float, ...] = ()  # one a frequency, as GGUF stores llama3's
-    times: int = 1  # how often each frequency is there: heads may be so much larger than those it was made for
+    magnitude: float = 1.0  # yarn: factor of cos and sin
+    divisors: tuple[float, ...] = ()  # one for each frequency, as GGUF stores llama3 scaling
+    times: int = 1  # how often each frequency is repeated, for heads that are this many times larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +73,12 @@ class Architecture:
     window: int | None  # active sliding window
     eos_ids: tuple[int, ...]
     bos_id: int | None
-    # rows of the output head where they are not the vocabulary's: those behind it are never looked at
+    # rows of the output head if it has more than the vocabulary; nothing reads the rows behind it
     head_rows_charged: int | None = None
 
     @property
     def head_rows(self) -> int:
-        """How many rows the output head has."""
+        """The number of rows of the output head."""
         return self.head_rows_charged or self.vocabulary
 
     def __post_init__(self) -> None:
@@ -163,9 +163,9 @@ class Architecture:
         )
 
     def choose_context(self, asked: int | None, most: int = 8192, shorten: bool = False) -> int:
-        """Return the context to make room for: what was asked if the model has it, else its own up to `most`.
+        """Return the context length to use: `asked` if the model allows it; None: the model's own, up to `most`.
 
-        `shorten` takes the model's own where more was asked.
+        `shorten`: cut `asked` to the model's own instead of refusing it.
         """
         own = min(self.context_length, self.window or self.context_length)
         if asked is None:
@@ -189,7 +189,7 @@ def _known_family(family: str, name: str) -> Family:
 
 
 def _refuse_variants(values: FileValues, name: str) -> None:
-    """Refuse what a known family may declare and this decoder does not compute."""
+    """Refuse variants of known families that this decoder does not compute."""
     if (activation := values.text("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedArchitecture(
             f"{name} uses the activation {activation!r}; the native decoder has silu only. {USE_TRANSFORMERS}"
@@ -206,7 +206,7 @@ def _refuse_variants(values: FileValues, name: str) -> None:
 
 
 def _count(values: FileValues, key: str, default: int | None = None) -> int:
-    """One of a model's sizes."""
+    """Return one of a model's dimensions."""
     return values.count(key, default, most=MOST_SIZE)
 
 
@@ -259,7 +259,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _below(file: GgufFile, prefix: str) -> FileValues:
-    """The metadata of a GGUF file under a prefix."""
+    """Return the metadata of a GGUF file under a prefix."""
     below = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     return FileValues(below, file.name, prefix)
 
@@ -269,7 +269,7 @@ def _of_architecture(file: GgufFile, family: str) -> FileValues:
 
 
 def _length_of(values: FileValues, key: str) -> int | None:
-    """How long a list is, if there is one; a long one was left in its file."""
+    """Return the length of a list, None if there is none; long lists stay in the file as a GgufArray."""
     value = values.get(key)
     return len(value) if isinstance(value, GgufArray) else len(values.items(key)) or None
 

@@ -1,6 +1,7 @@
-"""Reading matrices from a GGUF file into blocks, a few rows at a time.
+"""Reading matrices from a GGUF file into tiles of blocks, a few rows at a time.
 
-Owns the pace and the order of rows. Invariant: beside the matrix itself only a few megabytes are held.
+Owns the order of reading, not the layouts (`blocks.py`). Invariant: beside the matrix itself, reading needs only a few
+megabytes.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from torch import Tensor
 from specbranch.models.files.blocks import FORMS, TILE, BlockForm, BlockPart
 from specbranch.models.files.gguf_file import GgufFile
 
-READ_BYTES = 1 << 20  # bytes that are read and laid out at a time: they stay in the cache
+READ_BYTES = 1 << 20  # bytes that are read and laid out at a time: they fit the CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """The first rows of a tensor, that are to be outputs of a matrix; `pairs`: dimensions of a head whose rows come in
-    pairs, and are to come in halves."""
+    """The first rows of a tensor, which become outputs of a matrix.
+
+    `pairs`: the head dimension, if the file pairs dimension 2i with 2i + 1; None: it pairs i with i + head_dim/2.
+    """
 
     tensor: str
     rows: int
@@ -29,7 +32,7 @@ class BlockRows:
 
 
 def read_parts(file: GgufFile, wanted: Sequence[BlockRows], ins: int, *, leading: bool) -> tuple[BlockPart, ...] | None:
-    """Read the rows of several tensors, one below the other; None where one is in no form of blocks."""
+    """Read the rows of several tensors, one below the other; None if one of them is not in blocks."""
     entries = {rows.tensor: file.checked(rows.tensor, (rows.rows, ins), leading=leading) for rows in wanted}
     kinds = {tensor: entry.encoding.name for tensor, entry in entries.items()}
     if any(kind not in FORMS for kind in kinds.values()):
@@ -39,7 +42,7 @@ def read_parts(file: GgufFile, wanted: Sequence[BlockRows], ins: int, *, leading
 
 
 def stored_kinds(file: GgufFile) -> dict[str, int]:
-    """How many bytes the matrices of each form take when they are laid out."""
+    """Return the bytes that the matrices of each block type take in memory."""
     found: dict[str, int] = {}
     for entry in file.entries.values():
         if (kind := entry.encoding.name) in FORMS and len(entry.shape) == 2:
@@ -49,7 +52,7 @@ def stored_kinds(file: GgufFile) -> dict[str, int]:
 
 
 def _together(one: tuple[int, BlockRows], kinds: dict[str, str]) -> tuple[BlockForm, int]:
-    """What rows must have in common to be in one part: the form; those that leave a tile unfilled stay alone."""
+    """Return the key by which rows join one part: their form; rows that do not fill a tile stay alone."""
     number, rows = one
     return FORMS[kinds[rows.tensor]][0], -1 if rows.rows % TILE == 0 else number
 
@@ -60,7 +63,7 @@ def _read_part(
     part, start = BlockPart.empty(form, sum(rows.rows for rows in wanted), ins), 0
     for rows in wanted:
         fields, whole = FORMS[kinds[rows.tensor]][1], lcm(TILE, rows.pairs or 1)
-        size = ins // 8  # at least
+        size = ins // 8  # bytes of a row, at least
         for raw in file.read_bytes(rows.tensor, rows.rows, max(READ_BYTES // size // whole, 1) * whole):
             part.put(start, fields(raw if rows.pairs is None else halves_together(raw, rows.pairs)))
             start += len(raw)

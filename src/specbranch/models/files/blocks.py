@@ -1,14 +1,15 @@
-"""Matrices kept in the blocks of their file, laid out so that integer instructions read them in order.
+"""Matrices in the blocks of a GGUF file, laid out so that integer instructions read them in order.
 
-Owns the forms of blocks, the way from a file's bytes to the layout, and back to floats. Knows nothing of the code that
-multiplies. Invariant: no number is rounded on the way: `widened` gives what `encodings` gives for the same bytes, up to
-the order of two products.
+Owns the forms of blocks, and the conversion from a file's bytes to the layout and back to floats. Does not own the
+products (`cpu/block_kernels.py`). Invariant: no number is rounded: `widened` returns what `encodings.py` returns for
+the same bytes, up to the order of two products.
 
-Weights lie in tiles of 8 outputs, each tile whole: for every block of 32 inputs the scales of the 8 outputs as halves
-(twice where 16 inputs share one), their offsets where there are any, then the numbers, four inputs of output 0, the
-same four of output 1, and so on: what one instruction multiplies at once. Two nibbles share a byte: input i of a block
-in the low half, input i + 16 in the high one. Where a form has supers, each 256 inputs begin with 8 halves that
-multiply their scales, and 8 that multiply their offsets.
+The layout has contiguous tiles of 8 outputs. For every block of 32 inputs a tile has, in this order:
+- the scales of the 8 outputs as float16, two for each output if 16 inputs share one;
+- their offsets, if the form has any;
+- the numbers: four inputs of output 0, the same four of output 1, and so on, as one instruction multiplies them.
+Two nibbles share a byte: input i of a block is the low one, input i + 16 the high one. If a form has supers, each 256
+inputs begin with 8 float16 factors of their scales, and 8 of their offsets.
 """
 
 from __future__ import annotations
@@ -31,51 +32,50 @@ LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """How weights are stored: numbers of 4 or 8 bits in groups that share a scale. No group: one scale an output."""
+    """A layout of weights: numbers of 4 or 8 bits in groups that share a scale; no group: one scale per output."""
 
     bits: Literal[4, 8]
     group: Literal[16, 32] | None
-    offsets: bool = False  # a group has an offset beside its scale; its numbers are not negative then
-    supers: bool = False  # scales and offsets are multiplied by others, of 256 inputs
+    offsets: bool = False  # a group has an offset beside its scale; then its numbers are not negative
+    supers: bool = False  # each 256 inputs have a factor of their scales, and one of their offsets
 
     @property
     def groups(self) -> int:
-        """How many scales a block has."""
+        """The number of scales of a block."""
         return BLOCK // self.group if self.group else 0
 
     @property
     def halves(self) -> int:
-        """How many halves a block of one output has: scales, then offsets."""
+        """The number of float16 values of one output's block: scales, then offsets."""
         return self.groups + self.offsets
 
     @property
     def words(self) -> int:
-        """How many times four bytes the numbers of a block of one output take."""
+        """The size of the numbers of one output's block, in words of four bytes."""
         return self.bits
 
     @property
     def block(self) -> int:
-        """Bytes of a tile's block."""
+        """The bytes of one block of a tile."""
         return TILE * (2 * self.halves + 4 * self.words)
 
     @property
     def before(self) -> int:
-        """Bytes of a tile before each 256 inputs."""
+        """The bytes of the factors before each 256 inputs of a tile."""
         return 2 * TILE * (1 + self.offsets) if self.supers else 0
 
     def tile_bytes(self, ins: int) -> int:
-        """Bytes of a whole tile."""
+        """Return the bytes of a whole tile."""
         return ins // BLOCK * self.block + ins // SUPER * self.before
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """What the blocks of some outputs hold: bytes of numbers [outs, blocks, 4·words], halves [outs, blocks, …] and
-    factors of 256 inputs [outs, supers, 1 or 2]."""
+    """The contents of the blocks of some outputs."""
 
-    numbers: Tensor
-    halves: Tensor | None = None
-    factors: Tensor | None = None
+    numbers: Tensor  # bytes [outs, blocks, 4·words]
+    halves: Tensor | None = None  # scales and offsets [outs, blocks, …]
+    factors: Tensor | None = None  # of 256 inputs [outs, supers, 1 or 2]
 
 
 def _q4_0(raw: Tensor) -> Fields:
@@ -109,7 +109,8 @@ def _q8_0(raw: Tensor) -> Fields:
 
 def _q4_k(raw: Tensor) -> Fields:
     factors, sixes, low = fields_of(raw, 4, 12, 128)
-    # Of 64 inputs the first 32 are in the low halves, of which the second 16 come last; eight bytes at a time.
+    # The low nibbles of 32 bytes are the first 32 of 64 inputs. Each block gets 16 bytes, with its second 16 inputs in
+    # the high nibbles; eight bytes at a time.
     first, second = torch.unflatten(low.view(torch.int64), -1, (4, 2, 2)).unbind(2)
     early = (second & LOW_HALVES).bitwise_left_shift_(4).bitwise_or_(first & LOW_HALVES)
     late = (first >> 4).bitwise_and_(LOW_HALVES).bitwise_or_(second & ~LOW_HALVES)
@@ -130,13 +131,13 @@ def _q6_k(raw: Tensor) -> Fields:
 
 
 def _scales_and_offsets(sixes: Tensor) -> Tensor:
-    """Eight scales and eight offsets of a super as halves [n, 8, 2]."""
+    """Return eight scales and eight offsets of a super as float16 [n, 8, 2]."""
     scales, offsets = sixes_of(sixes).unbind(2)
     return torch.stack((scales.flatten(1), offsets.flatten(1)), -1).half()
 
 
 def _signed(factors: Tensor) -> Tensor:
-    """A super's two factors; what the second one makes is subtracted."""
+    """Return a super's two factors; the second is negated, as minima are subtracted."""
     return halves_of(factors) * torch.tensor((1, -1), dtype=torch.float16)
 
 
@@ -154,23 +155,23 @@ ROW_FORM = BlockForm(8, None)  # int8 with a scale for each output
 
 
 def fits_blocks(ins: int) -> bool:
-    """Whether so many inputs are whole blocks."""
+    """True if this many inputs are whole blocks."""
     return ins % BLOCK == 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """Some outputs of a matrix in one form: tiles [⌈outs/8⌉, bytes], the last of them filled up with zeros."""
+    """Some outputs of a matrix in one form: tiles [⌈outs/8⌉, bytes], the last of them padded with zeros."""
 
     form: BlockForm
     tiles: Tensor
     outs: int
     ins: int
-    scale: Tensor | None = None  # [8·tiles], where the form has no groups
+    scale: Tensor | None = None  # [8·tiles]: scales of a form without groups
 
     @classmethod
     def empty(cls, form: BlockForm, outs: int, ins: int) -> BlockPart:
-        """Room for so many outputs."""
+        """Allocate tiles for this many outputs."""
         many = -(-outs // TILE)
         tiles = torch.empty(many, form.tile_bytes(ins), dtype=torch.uint8)
         if outs % TILE:
@@ -178,7 +179,7 @@ class BlockPart:
         return cls(form, tiles, outs, ins, None if form.group else torch.zeros(TILE * many))
 
     def put(self, start: int, fields: Fields) -> None:
-        """Fill in outputs from `start` on, a multiple of 8."""
+        """Write outputs from `start` on, which must be a multiple of 8."""
         outs = fields.numbers.numel() * 8 // (self.form.bits * self.ins)
         full = outs // TILE * TILE
         for first, last in ((0, full), (full, outs)):  # whole tiles, then what is left
@@ -194,15 +195,18 @@ class BlockPart:
     def _put(self, start: int, numbers: Tensor | None, halves: Tensor | None, factors: Tensor | None) -> None:
         assert numbers is not None
         lanes = min(TILE, numbers.shape[0])
-        places = self._places(self.tiles[start // TILE : start // TILE + numbers.shape[0] // lanes])
-        for place, part in zip(places, (numbers.view(torch.int32), halves, factors), strict=True):
+        fields = self._fields_in(self.tiles[start // TILE : start // TILE + numbers.shape[0] // lanes])
+        for field, part in zip(fields, (numbers.view(torch.int32), halves, factors), strict=True):
             if part is not None:
-                # the place is [tiles, …, 8]
-                place[..., :lanes].copy_(part.reshape(place.shape[0], lanes, *place.shape[1:-1]).movedim(1, -1))
+                # the field is [tiles, …, 8]
+                field[..., :lanes].copy_(part.reshape(field.shape[0], lanes, *field.shape[1:-1]).movedim(1, -1))
 
-    def _places(self, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the words of the numbers [tiles, blocks, words, 8], halves [tiles, blocks, halves, 8] and factors
-        [tiles, supers, 1 or 2, 8] of some tiles lie."""
+    def _fields_in(self, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views of the fields of some tiles.
+
+        Words of the numbers: [tiles, blocks, words, 8]; halves: [tiles, blocks, halves, 8]; factors: [tiles, supers, 1
+        or 2, 8].
+        """
         form, many = self.form, tiles.shape[0]
         supers = self.ins // SUPER if form.supers else 1
         whole = tiles.view(many, supers, -1)
@@ -215,14 +219,15 @@ class BlockPart:
         return words, halves, factors
 
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [outs, ins] in floats."""
+        """Return the weights [outs, ins] in floats."""
         return self.rows(torch.arange(self.outs), dtype)
 
     def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights of some outputs [ids, ins] in floats."""
+        """Return the weights of some outputs [ids, ins] in floats."""
         tile, lane = ids // TILE, ids % TILE
+        at = torch.arange(len(ids))
         words, halves, factors = (
-            place[tile].movedim(-1, 1)[torch.arange(len(ids)), lane].contiguous() for place in self._places(self.tiles)
+            field[tile].movedim(-1, 1)[at, lane].contiguous() for field in self._fields_in(self.tiles)
         )  # [ids, supers, blocks, …]
         numbers = self._numbers(words).to(dtype)  # [ids, supers, blocks, 32]
         if self.scale is not None:
@@ -245,7 +250,7 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
-    """A matrix in blocks: parts one below the other, and the bias of all."""
+    """A matrix in blocks: parts one below the other, and one bias for all."""
 
     parts: tuple[BlockPart, ...]
     bias: Tensor | None = None
@@ -262,11 +267,11 @@ class BlockMatrix:
         return sum(part.outs for part in self.parts)
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """The weight [outs, ins] in floats."""
+        """Return the weight [outs, ins] in floats."""
         return torch.cat([part.widened(dtype) for part in self.parts])
 
     def rows(self, ids: Tensor) -> Matrix:
-        """Some of the outputs, in float32."""
+        """Return some of the outputs, in float32."""
         ends = torch.tensor([0, *(part.outs for part in self.parts)]).cumsum(0)
         weight = torch.empty(len(ids), self.ins)
         for part, start, end in zip(self.parts, ends[:-1], ends[1:], strict=True):
@@ -279,7 +284,7 @@ AnyMatrix = Matrix | BlockMatrix
 
 
 def in_blocks(matrix: Matrix) -> BlockMatrix:
-    """Lay out a matrix in int8."""
+    """Lay out an int8 matrix in blocks."""
     assert matrix.stored == "int8" and matrix.scale is not None
     outs, ins = matrix.weight.shape
     part = BlockPart.empty(ROW_FORM, outs, ins)

@@ -1,4 +1,8 @@
-"""How what was trained goes to the disk: killed at any moment, the old file or the new one is there, never a half."""
+"""Safe files of training: durable writes, and tensors read back.
+
+Owns the error sentences of both. Invariant: whenever the process is killed, the old file or the new one is there, never
+a part of it.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ RESUME = "Make room or name another folder with --out; --resume goes on from the
 
 
 def write_durably(path: Path, data: bytes | memoryview) -> None:
-    """Write a file, or say what to do where the disk refuses it."""
+    """Write a file atomically; if the disk refuses it, the error says what to do."""
     with spoken(path, RESUME), replacing(path, durable=True) as part:
         part.write_bytes(data)
 
 
 def read_tensors(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a safetensors file whose metadata says that it is of this format; returns its tensors and metadata."""
+    """Read a safetensors file of this format; returns its tensors and metadata."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != kind:

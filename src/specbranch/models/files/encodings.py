@@ -1,6 +1,6 @@
-"""How numbers are stored in weight files, and their unpacking to floats, a piece at a time.
+"""The encodings of numbers in weight files (safetensors types, GGML block types), and their decoding to floats.
 
-Owns no file. Invariant: `decode` gives, bit for bit, what the `gguf` package gives for the same bytes in float32.
+Owns the formats, no file. Invariant: `decode` returns, bit for bit, what the `gguf` package returns in float32.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A storage type: `block` numbers in `size` bytes. `dtype` is set where the bytes are plain numbers."""
+    """A storage type: `block` numbers in `size` bytes; `dtype` is set if the bytes are plain numbers."""
 
     block: int
     size: int
     decode: Callable[[Tensor], Tensor]  # uint8 [n·size] to floats [n·block]
     dtype: torch.dtype | None = None
-    name: str = ""  # of a form of blocks
+    name: str = ""  # of a block type
 
 
 def plain(dtype: torch.dtype) -> Encoding:
-    """Numbers as they are."""
+    """Return the encoding of plain numbers."""
     return Encoding(1, dtype.itemsize, lambda raw: raw.view(dtype), dtype)
 
 
 def halves_of(raw: Tensor) -> Tensor:
-    """Read halves: uint8 [n, 2m] to [n, m]."""
+    """View bytes as float16: uint8 [n, 2m] to [n, m]."""
     return raw.contiguous().view(torch.float16)
 
 
@@ -63,7 +63,7 @@ def _q8_0(raw: Tensor) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Unpack [n, 16] bytes to [n, 32]: first all low halves, then all high ones."""
+    """Unpack [n, 16] bytes to [n, 32]: first all low nibbles, then all high ones."""
     out = torch.empty(packed.shape[0], 32, device=packed.device)
     out[:, :16] = packed & 15
     out[:, 16:] = packed >> 4
@@ -100,35 +100,37 @@ def _q6_k(raw: Tensor) -> Tensor:
 
 
 def fields_of(raw: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """Cut every block into fields of so many bytes: [n, size] each."""
+    """Split every block into fields of these sizes in bytes: [n, size] each."""
     return torch.split(raw.view(-1, sum(sizes)), list(sizes), dim=1)
 
 
 def unpacked_bits(packed: Tensor, bits: int, run: int) -> Tensor:
-    """Unpack bytes [n, m] to whole numbers [n, m·8/bits]: from each `run` bytes first all their lowest bits, then
-    the next ones."""
+    """Unpack bytes [n, m] to integers [n, m·8/bits].
+
+    Of each `run` bytes, first all their lowest bits, then the next ones.
+    """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     numbers = packed.view(packed.shape[0], -1, 1, run) >> shifts.unsqueeze(1)  # [n, m/run, 8/bits, run]
     return numbers.bitwise_and_((1 << bits) - 1).flatten(1)
 
 
 def _scaled(numbers: Tensor, scales: Tensor, leasts: Tensor | None = None) -> Tensor:
-    """Multiply numbers [n, 256] by the scale [n, ...] of their group, then subtract its least, each with a rounding
-    of its own."""
+    """Multiply numbers [n, 256] by the scale [n, ...] of their group, then subtract its minimum; rounds twice."""
     out = numbers.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
     return (out if leasts is None else out.sub_(leasts.unsqueeze(-1))).view(-1)
 
 
 def _scales_and_leasts(halves: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack two numbers of six bits for each of eight groups from [n, 12] bytes, and multiply by the block's own
-    two: [n, 2, 4] each."""
+    """Return scales and minima of eight groups from [n, 12] bytes, times the block's factors: [n, 2, 4] each."""
     scales, leasts = (sixes_of(packed) * _half(halves).view(-1, 1, 2, 1)).unbind(2)
     return scales, leasts
 
 
 def sixes_of(packed: Tensor) -> Tensor:
-    """Unpack two numbers of six bits for each of eight groups from [n, 12] bytes: [n, first or last groups, scale or
-    least, 4]."""
+    """Unpack two six-bit numbers for each of eight groups from [n, 12] bytes.
+
+    Returns [n, first or last groups, scale or minimum, 4].
+    """
     # The upper two bits of the first four groups belong to the last four.
     first, rest = torch.split(packed, [8, 4], dim=1)
     last = unpacked_bits(rest, 4, 4) | first >> 6 << 4
@@ -161,12 +163,12 @@ _GGUF = {
 
 
 def gguf_encoding(kind: int) -> Encoding:
-    """Return GGUF's storage type number `kind`; ValueError if nobody can unpack it."""
+    """Return the encoding of GGML type `kind`; raises a ValueError if the gguf package does not know it either."""
     return _GGUF[kind] if kind in _GGUF else _by_package(kind)
 
 
 def _by_package(kind: int) -> Encoding:
-    """Unpack the rarer types with the gguf package, which is slower."""
+    """Decode rarer types with the gguf package, which is slower."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

@@ -1,12 +1,10 @@
-"""Fetches one file of a Python package, from whatever index this environment's pip is set up for; names no host itself.
+"""Downloads one file of a Python package from the index that this environment's pip uses; names no host itself.
 
-Owns asking pip where a file lies, and a download that can be resumed. Invariant: bytes only ever go to the `.part` file
-given, which keeps what arrived when the download breaks off; whether they are the right bytes is for the caller to
-check.
+Owns the question to pip where a file lies, and a download that can be resumed. Does not check the bytes: the caller
+does. Invariant: bytes only go to the given `.part` file, which keeps what has arrived if the download breaks off.
 
-pip is asked through its own finder: its documented way, a dry run with a report, downloads the whole wheel on an index
-without separate metadata (and always does so before pip 23.3), cannot be resumed and leaves the credentials out. The
-report is the fallback should the finder ever change.
+The question goes to pip's internal finder. The documented way, a dry run with a report, is the fallback: it cannot be
+resumed and leaves out credentials. Before pip 23.3, or on an index without separate metadata, it downloads the wheel.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from specbranch.errors import DownloadError
 
 DOWNLOAD_BYTES = 1 << 18
-TRIES = 4  # connections in a row without a single byte
+TRIES = 4  # failed connections in a row, without a single byte
 TIMEOUT = 60.0  # seconds without an answer
-RETRY_WAIT = 1.0  # seconds before the second of them, and so on
+RETRY_WAIT = 1.0  # seconds before the next try, times the failed ones in a row
 _NETWORK = (urllib.error.URLError, ConnectionError, TimeoutError, ssl.SSLError)
 _log = logging.getLogger("specbranch")
 
@@ -54,30 +52,30 @@ print(json.dumps({"url": best.link.url if best else None, "cert": options.cert, 
 
 
 class Progress(Protocol):
-    """Told how far a long step is; `total` and `done` are bytes, `note` says what is going on."""
+    """A callback that shows how far a long step is: `total` and `done` in bytes, `note` in words."""
 
     def __call__(self, total: int, done: int, note: str) -> None:
-        """Show it."""
+        """Show the progress."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a file lies, and how pip would connect there."""
+    """The URL of a file, and how pip would connect to it."""
 
     url: str
     cert: str | None = None
     client_cert: str | None = None
     proxy: str | None = None
-    trusted: bool = False  # the user told pip not to check this host's certificate
+    trusted: bool = False  # pip's setting: do not check this host's certificate
 
 
 class Refused(Exception):
-    """The server wants something that only pip can give (a login from a keyring, a certificate of the system's)."""
+    """The server wants something that only pip has: a login from a keyring, or a system certificate."""
 
 
 def locate(package: str, version: str) -> Source:
-    """Ask pip where the package's wheel lies; nothing is downloaded but the index page."""
+    """Ask pip where the package's wheel lies; downloads the index page only."""
     done = _run("-c", _FINDER, package, version)
     found = _last_json(done.stdout) if done.returncode == 0 else _by_report(package, version)
     if not found.get("url"):
@@ -92,7 +90,7 @@ def locate(package: str, version: str) -> Source:
 def _source(found: Mapping[str, Any]) -> Source:
     parts = urlsplit(found["url"])
     trusted = {parts.hostname, f"{parts.hostname}:{parts.port}"} & set(found.get("trusted_hosts", ()))
-    url = urlunsplit((*parts[:4], ""))  # the fragment carries a digest we do not rely on
+    url = urlunsplit((*parts[:4], ""))  # without the fragment, a digest that is not used
     return Source(url, found.get("cert"), found.get("client_cert"), found.get("proxy"), bool(trusted))
 
 
@@ -113,7 +111,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _last_json(output: str) -> dict[str, Any]:
-    """Read the JSON object that ends the output; what pip says before it is passed over."""
+    """Parse the JSON object at the end of the output; skips what pip prints before it."""
     start = 0 if output.startswith("{") else output.rfind("\n{") + 1
     try:
         found = json.loads(output[start:])
@@ -123,10 +121,9 @@ def _last_json(output: str) -> dict[str, Any]:
 
 
 def download(source: Source, part: Path, size: int, progress: Progress) -> None:
-    """Fetch the file into `part`, going on from what it holds; connections that break are taken up again.
+    """Download the file into `part`, and continue from what it holds; reconnects if the connection breaks.
 
-    Raises Refused if pip has to do it, and DownloadError if the connection stays broken; `part` then keeps what
-    arrived.
+    Raises Refused if pip has to do it, and DownloadError if the connection stays broken; `part` keeps what arrived.
     """
     fruitless = 0
     while fruitless < TRIES:
@@ -145,7 +142,7 @@ def download(source: Source, part: Path, size: int, progress: Progress) -> None:
 
 
 def _raise_if_hopeless(error: Exception) -> None:
-    """Pass on what trying again cannot mend."""
+    """Raise errors that another try cannot fix."""
     if isinstance(error, urllib.error.HTTPError):
         if error.code in (401, 403, 407):
             raise Refused(f"HTTP {error.code}") from error
@@ -156,13 +153,13 @@ def _raise_if_hopeless(error: Exception) -> None:
     elif isinstance(getattr(error, "reason", error), ssl.SSLCertVerificationError):
         raise Refused(str(error)) from error
     elif isinstance(error, OSError) and not isinstance(error, _NETWORK):
-        raise error  # the disk's
+        raise error  # of the disk
 
 
 def _fetch(source: Source, part: Path, size: int, progress: Progress) -> None:
     have = _length(part)
     if have >= size:
-        have = 0  # complete but wrong, or it would not be fetched again
+        have = 0  # complete but wrong: otherwise nobody would download it again
     with _open(source, have) as answer:
         have = have if getattr(answer, "status", None) == http.client.PARTIAL_CONTENT else 0
         note = f"resuming at {have / 1e6:.1f} MB" if have else "downloading"
@@ -199,7 +196,7 @@ def _open(source: Source, offset: int) -> Any:
 
 
 def _context(source: Source) -> ssl.SSLContext:
-    """Certificates as pip has them: its own setting, then what requests reads, then the system's."""
+    """Return the TLS context that pip would use: its own setting, then that of requests, then the system's."""
     given = source.cert or next(
         (os.environ[name] for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if os.environ.get(name)), None
     )

@@ -1,6 +1,7 @@
 """A GGUF file as a source of tensors.
 
-Owns how its encodings are laid out as tensors. Invariant: everything named by the header lies inside the file.
+Owns the conversion of its header to tensor entries; `gguf_header.py` owns the parsing. Invariant: every tensor that the
+header names lies inside the file.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class GgufFile(TensorFile):
 
     def values(self, tensor: str) -> list[float]:
         """Return the values of a small tensor."""
-        held = torch.empty(self.entries[tensor].shape)
-        self.read(tensor, held)
-        return held.flatten().tolist()
+        numbers = torch.empty(self.entries[tensor].shape)
+        self.read(tensor, numbers)
+        return numbers.flatten().tolist()
 
 
 def _stored(tensor: GgufTensor) -> StoredTensor:

@@ -1,9 +1,8 @@
-"""The tokens a model scores where it scores only some of them, as a draft with a reduced head does: one column of
-logits each.
+"""The tokens of a reduced output head, as some drafts have: each is one column of the logits.
 
-Owns the way between columns and token ids. Invariant: ids ascend, so the first of several equal columns is the lowest
-id, and the columns below an id come first; what follows from such a block is what would follow from the whole
-vocabulary with −∞ in all other places.
+Owns the mapping between columns and token ids. Invariant: ids ascend, so the first of several equal columns is the
+lowest id, and the columns below an id come first. Sampling from such columns equals sampling from the whole vocabulary
+with −∞ at all other tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from torch import Tensor
 
 from specbranch.errors import ModelError
 
-Find = Callable[[int], int | None]  # the column of a token, if it has one
+Find = Callable[[int], int | None]  # token to column; None: it has none
 
 
 class Columns:
-    """Token ids [columns], ascending, of a vocabulary."""
+    """The token ids of the columns, ascending, and the size of the whole vocabulary."""
 
     def __init__(self, ids: Tensor, vocabulary: int) -> None:
         tokens: list[int] = ids.tolist()
@@ -33,21 +32,21 @@ class Columns:
         self._columns = {token: column for column, token in enumerate(tokens)}
 
     def below(self, vocabulary: int) -> int:
-        """How many columns score a token below `vocabulary`; they are the first."""
+        """Return how many columns have a token below `vocabulary`; they are the first ones."""
         return bisect_left(self._tokens, vocabulary)
 
     def find(self, token: int) -> int | None:
-        """Return the column of a token, None where it is not scored."""
+        """Return the column of a token, None if it has none."""
         return self._columns.get(token)
 
     def spread(self, logits: Tensor) -> Tensor:
-        """Return logits […, columns] over the whole vocabulary, −∞ where nothing is scored."""
+        """Spread logits […, columns] over the whole vocabulary, −∞ at all other tokens."""
         whole = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
         return whole.index_copy_(-1, self.ids, logits)
 
 
 def finder(columns: Columns | None, width: int) -> Find:
-    """Return the way from tokens to the first `width` columns; without `columns` a token is its own column."""
+    """Return the mapping from tokens to the first `width` columns; without `columns` a token is its own column."""
     if columns is None:
         return lambda token: token if token < width else None
 

@@ -1,7 +1,8 @@
-"""Telling models apart by their files, without loading them.
+"""The identity of a model: a digest of its files, computed without loading them.
 
-Owns the digest. It reads both ends of each file, which is quick and enough to tell one model from another; it is no
-check of wholeness. A model that is made from another one is its recipe and that one.
+Owns the digest. It covers names, sizes and both ends of each file: quick, and enough to tell models apart. It does not
+prove that a file is complete. A made model's digest covers its recipe and its base. Invariant: equal files have equal
+digests wherever they lie.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ from specbranch.errors import ModelError
 from specbranch.models.files.locate import Located, base_of, locate
 from specbranch.models.files.sources import MadeModel, made_model
 
-EDGE = 1 << 20  # bytes read of each end of a file
+EDGE = 1 << 20  # bytes that are read at each end of a file
 KINDS = (".safetensors", ".gguf", ".json")
-ASIDE = ("provenance.json",)  # says how it was made, not what it is
+ASIDE = ("provenance.json",)  # left out: it says how the model was made, not what it is
 LENGTH = 16  # hexadecimal digits
 
 
 def model_identity(name: str) -> str:
-    """Return a short digest of the model that a path or Hub id names: file names, sizes, and what stands at both
-    ends of each."""
+    """Return a short digest of the model that a path or Hub id names."""
     return identity_of(locate(name))
 
 
@@ -43,7 +43,7 @@ def identity_of(located: Located) -> str:
 
 
 def checked_base(model: MadeModel) -> Located:
-    """Find the model that another is made from, and refuse one that has changed since."""
+    """Find the model that another is made from; raise a ModelError if it has changed since."""
     found = base_of(model)
     if (identity := identity_of(found)) != model.base_identity:
         differs = f"({identity}, not {model.base_identity})"
@@ -52,7 +52,7 @@ def checked_base(model: MadeModel) -> Located:
 
 
 def _ends(file: Path) -> bytes:
-    with file.open("rb") as held:
-        first = held.read(EDGE)
-        held.seek(max(file.stat().st_size - EDGE, 0))
-        return first + held.read(EDGE)
+    with file.open("rb") as opened:
+        first = opened.read(EDGE)
+        opened.seek(max(file.stat().st_size - EDGE, 0))
+        return first + opened.read(EDGE)

@@ -1,8 +1,7 @@
-"""Where a model's files are: a folder, a GGUF file, a folder with a recipe, or an id on the Hugging Face Hub, fetched
-into its own cache.
+"""Finding a model's files by name: a folder, a GGUF file, a folder with a recipe, or an id on the Hugging Face Hub.
 
-Owns the way from a name to a path, not the files' contents. Invariant: what is returned exists; a folder has a
-config.json, or the recipe of a registered kind (see `sources`).
+Owns the way from a name to a path, not the files' contents. Models from the Hub go to the Hub's own cache. Invariant:
+the returned path exists; a folder has a config.json, or the recipe of a registered kind (see `sources.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Located:
 
 
 def locate(name: str) -> Located:
-    """Find a model by path or Hub id, fetching from the Hub what is not there yet."""
+    """Find a model by path or Hub id; download it from the Hub if it is not here yet."""
     path = Path(name).expanduser()
     if path.exists():
         return _local(path)
@@ -41,7 +40,7 @@ def locate(name: str) -> Located:
 
 
 def base_of(model: MadeModel) -> Located:
-    """Find the model that another is made from, fetching one that is known by name first if it is not here."""
+    """Find the model that another is made from; download it first if it is a known name."""
     from specbranch.models.files import store
 
     known = model.base in store.KNOWN and not Path(model.base).exists()
@@ -52,7 +51,7 @@ def base_of(model: MadeModel) -> Located:
 
 
 def stored_base(located: Located) -> Located:
-    """Return a stored model itself, and the base of a made one: it has the same tokenizer, and says the same."""
+    """Return a stored model itself, and the base of a made one, which has the same tokenizer and output."""
     return base_of(made_alone(located.path)) if located.kind == "made" else located
 
 
@@ -86,7 +85,7 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _near(path: Path) -> str:
-    """Offer the closest name in the same folder."""
+    """Return a sentence with the closest name in the same folder."""
     if not path.parent.is_dir():
         return f" The folder {str(path.parent)!r} does not exist either."
     return nearest(path.name, (other.name for other in path.parent.iterdir()))
@@ -107,7 +106,7 @@ def _from_hub(name: str, path: Path) -> Path:
 
 
 def _hub_sentence(name: str, error: Exception, offline: bool) -> str:
-    """Say what was tried and what to do next."""
+    """Return the error sentence: what was tried, and what to do next."""
     kind = type(error).__name__
     tried = f"There is no local path {name!r}, and as a Hub id"
     if offline or kind == "OfflineModeIsEnabled":

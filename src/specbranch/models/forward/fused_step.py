@@ -1,8 +1,9 @@
-"""A decoder's step for few rows on a CPU as one call: the list of operations that `row_kernels` carries out.
+"""A decoder's step for few rows on a CPU, as one call of compiled code.
 
-Owns the lists, the small buffers between operations, and the table of rows, in which stands all that tells one row from
-another: the lists know only how many there are. Gives what `Decoder.forward` and `Decoder.logits` give, up to rounding.
-Invariant: a row gets the same bits in any batch, as every operation on the list promises that.
+The call runs a list of operations, which depends only on the number of rows. What differs between rows stands in the
+table of rows. Owns the lists, that table and the buffers between operations; `row_kernels` owns the compiled code.
+Computes what `Decoder.forward` and `Decoder.logits` compute, up to rounding. Invariant: a row's bits do not depend on
+the other rows of the batch, as every operation on the list guarantees that.
 """
 
 from __future__ import annotations
@@ -30,36 +31,38 @@ from specbranch.models.files.blocks import BLOCK
 from specbranch.models.forward.decoder import Decoder, Layer
 from specbranch.models.forward.step_rows import Rows, positions_of, tokens_of
 
-STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
-CUTS_COLUMN = 9  # the column of an attention that tells into how many cuts what rows see falls, at most
-LOST_FIELD = 4  # the number of a header that counts what threads lost, in nanoseconds
-COUNTER = 1  # the column of an operation that counts what was taken; column 0 is its code
+# Rows of a step at most; more run as several steps. With 64 rows reading the weights again costs little, and there are
+# few lists.
+STEP_ROWS = 64
+CUTS_COLUMN = 9  # column of an attention operation: the most parts (of SPLIT positions) that a row's keys are cut into
+LOST_FIELD = 4  # field of the header: nanoseconds that threads lost
+COUNTER = 1  # column of an operation: how many of its items threads have taken; column 0 is its code
 
 
 @dataclass(slots=True)
 class Operations:
-    """A list under construction, then in use as a table."""
+    """A list of operations; `finish` turns it into the table that compiled code reads."""
 
     count: int  # rows of the step
     rows: list[list[int]] = field(default_factory=list)
-    # by layer, operations after which the buffer x holds what it is given
+    # by layer: after this many operations, buffer x holds the layer's input
     entered: list[int] = field(default_factory=list)
-    attending: list[int] = field(default_factory=list)  # operations that cut what rows see
-    written: int = 0  # operations after which all keys and values are stored
+    attending: list[int] = field(default_factory=list)  # indices of the attention operations
+    written: int = 0  # after this many operations all keys and values are stored
     table: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def add(self, code: int, *arguments: int) -> None:
-        """Append an operation."""
+        """Append an operation; unused columns are 0."""
         self.rows.append([code, 0, *arguments, *[0] * (OPERATION_FIELDS - 2 - len(arguments))])
 
     def finish(self) -> Operations:
-        """Turn what was appended into the table."""
+        """Make the table of the appended operations."""
         self.table = np.array(self.rows, dtype=np.int64)
         return self
 
 
 class FusedStep:
-    """Runs steps of at most STEP_ROWS rows."""
+    """The compiled step of one decoder, for at most STEP_ROWS rows."""
 
     def __init__(self, decoder: Decoder, kernels: RowKernels, memory: Memory) -> None:
         self.decoder, self.kernels, self.memory = decoder, kernels, memory
@@ -77,29 +80,31 @@ class FusedStep:
         )  # counted in floats
         self.buffers = {name: torch.zeros(STEP_ROWS, size) for name, size in sizes.items()}
         self.table = np.zeros((STEP_ROWS, len(ENTRY)), dtype=np.int64)
-        self._most = -(-len(decoder.cos) // SPLIT)  # cuts of the longest text
+        self._most = -(-len(decoder.cos) // SPLIT)  # parts that attention cuts the longest context into
         shape = _shape(decoder, memory)
-        # Nothing of it is resident before it is written.
+        # Its memory is resident only once it is written.
         self._parts = torch.empty(STEP_ROWS * self._most * arch.heads * part_floats(shape))
         self._arrived = torch.zeros(STEP_ROWS * arch.kv_heads, dtype=torch.int64)
-        self._lists: dict[int, Operations] = {}  # by rows
+        self._lists: dict[int, Operations] = {}  # by number of rows
         self.scored = arch.head_rows if decoder.columns is None else len(decoder.columns.ids)
         self._header = np.zeros(5, dtype=np.int64)
         self._times = StepTimes()
-        self._paths: list[np.ndarray] = []  # what the table of rows points to
+        self._paths: list[np.ndarray] = []  # keeps alive the arrays that the table of rows points to
 
     def store(self, work: Sequence[Rows]) -> None:
-        """Write the keys and values of some rows, and compute nothing that they do not need."""
+        """Write the keys and values of some rows; computes no logits."""
         operations = self._prepare(work)
         self._run(operations, operations.written)
 
     def logits(self, work: Sequence[Rows]) -> Tensor:
-        """Write the keys and values of some rows and score the vocabulary, or `columns` of it, for each."""
+        """Write the keys and values of some rows, and return their logits over the vocabulary, or `columns` of it."""
         return self.logits_and_states(work, 0)[0]
 
     def logits_and_states(self, work: Sequence[Rows], layers: int) -> tuple[Tensor, Tensor]:
-        """The same, with the hidden states of the last layers side by side, the last of them normed [rows,
-        layers·hidden]."""
+        """Do as `logits`, and return the hidden states of the last layers [rows, layers·hidden], too.
+
+        Those of the last layer are normed.
+        """
         operations, rows, hidden = self._prepare(work), sum(len(some.tokens) for some in work), self.decoder.arch.hidden
         out, states = torch.empty(rows, self.scored), torch.empty(rows, layers, hidden)
         operations.table[-1, 5] = out.data_ptr()
@@ -125,7 +130,7 @@ class FusedStep:
             PACE.note(StepTime(seconds, least, float(self._header[LOST_FIELD]) / 1e9))
 
     def _prepare(self, work: Sequence[Rows]) -> Operations:
-        """Fill the first buffers and the table of rows."""
+        """Fill the input buffers and the table of rows; returns the list of operations for this many rows."""
         tokens, positions = torch.from_numpy(tokens_of(work)), positions_of(work)
         rows, turned = len(tokens), torch.from_numpy(positions)
         self._look_up(tokens, self.buffers["x"][:rows])
@@ -152,7 +157,7 @@ class FusedStep:
             into.copy_(table[tokens])
 
     def _enter(self, rows: Rows, entries: np.ndarray) -> None:
-        """Fill the entries of some rows, but for their counts, in the order of ENTRY."""
+        """Fill the table entries of some rows, in the order of ENTRY; `_prepare` fills column 3."""
         data, kv_slot = self.memory.data, self.memory.data.stride(4) * self.memory.data.element_size()
         pages = np.asarray(rows.table.pages, dtype=np.int64) * (data.stride(0) * data.element_size()) + data.data_ptr()
         behind = np.arange(rows.prefix, rows.start + len(rows.tokens))
@@ -164,7 +169,7 @@ class FusedStep:
         self._paths += [pages, paths]
 
     def _listed(self, rows: int) -> Operations:
-        """List the operations of a step over so many rows."""
+        """Make the list of operations of a step over `rows` rows."""
         operations = Operations(rows)
         for index, layer in enumerate(self.decoder.layers):
             self._add_norm(operations, layer.attention_norm, rows, layer.qkv, change=index > 0)
@@ -186,7 +191,7 @@ class FusedStep:
         operations.add(code, *pointers, rows, arch.hidden, eps)
 
     def _rounded(self, layer: Linear) -> int:
-        """Where the operation before a layer is to put its rows rounded; nowhere unless the layer wants them so."""
+        """Return where the operation before a layer stores its output rounded to int8; 0: the layer takes floats."""
         return self._at("rounded") if isinstance(layer, BlockLinear) else 0
 
     def _add_linear(self, operations: Operations, layer: Linear, source: str, target: str | None, rows: int) -> None:
@@ -207,7 +212,8 @@ class FusedStep:
         operations.add(turn, self._at("qkv"), *angles, table, *norms, rows, index, float_bits(arch.rms_eps))
         operations.written = len(operations.rows)
         scale = float_bits(1.0 / math.sqrt(arch.head_dim))
-        whole = arch.heads // arch.kv_heads * arch.head_dim % BLOCK == 0  # what one item computes
+        # True if one item of the attention computes whole blocks; then it can round them itself
+        whole = arch.heads // arch.kv_heads * arch.head_dim % BLOCK == 0
         pointers = self._at("qkv"), table, self._at("seen"), self._rounded(layer.out) if whole else 0
         operations.attending.append(len(operations.rows))
         tables = self._parts.data_ptr(), self._arrived.data_ptr()
@@ -222,8 +228,10 @@ class FusedStep:
 
 
 def _paths(rows: Rows, tail: np.ndarray) -> np.ndarray:
-    """List what each row sees behind the prefix, by addresses; a parent's KV slot is below its child's, so these
-    follow the path."""
+    """Return the addresses of the KV slots behind the prefix that each row sees, in the order of its path.
+
+    Slot order is path order, as a parent's KV slot is below its child's.
+    """
     if len(rows.seen) == 1 and rows.seen[0] + 1 == 1 << len(tail):  # plain decoding
         return tail[None]
     seen = rows.behind()
@@ -235,7 +243,7 @@ def _paths(rows: Rows, tail: np.ndarray) -> np.ndarray:
 
 
 def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:
-    """Return the fused step of a decoder on a CPU whose matrices all use the small-row kernel; None for others."""
+    """Return the compiled step if all matrices of the decoder use compiled CPU kernels, else None."""
     matrices = [
         decoder.head,
         *(matrix for layer in decoder.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)),

@@ -1,10 +1,9 @@
-"""From the bookkeeping of sequences to the numbers of one step: which rows there are, where each is written, and whom
-it sees.
+"""The rows of a step: their tokens, the KV slots they are written to, and what each of them attends to.
 
-Owns what a row sees, on every device. Invariant: a row sees its ancestors in the order of their *positions*. Those
-before `shared_end` are read where they lie, as every row of the sequence has them in common; the others, the row's own
-path, are listed one by one. Where the one ends and the other begins depends on the row's position alone, as long as
-its tail is at most GROUP_POSITIONS deep.
+Owns the attention mask of trees, on every device. Invariant: a row attends to its ancestors in the order of their
+*positions*. All rows of a sequence share the positions before `shared_end`, which are read page by page. The others,
+the row's own path, are listed one by one. The boundary depends on the row's position alone, as long as its tail is at
+most GROUP_POSITIONS deep.
 """
 
 from __future__ import annotations
@@ -17,19 +16,18 @@ import numpy as np
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.cache.kv_memory import Table
 
-GROUP_POSITIONS = 32  # positions: a row's own path is its last two groups
+GROUP_POSITIONS = 32  # a row's own path begins at a multiple of this: the last full group and the current one
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """New rows of one sequence: consecutive KV slots from `start`; `seen[i]` has bit j set where row i sees KV slot
-    `prefix + j`."""
+    """New rows of one sequence, in consecutive KV slots from `start`."""
 
     table: Table
     tokens: Sequence[int]
     start: int
     prefix: int  # KV slots that every row sees
-    seen: Sequence[int]
+    seen: Sequence[int]  # attention mask: bit j of `seen[i]` is set if row i sees KV slot `prefix + j`
 
     @property
     def positions(self) -> list[int]:
@@ -42,22 +40,24 @@ class Rows:
         return first, Rows(self.table, self.tokens[count:], self.start + count, self.prefix, self.seen[count:])
 
     def kv_slots(self) -> np.ndarray:
-        """Where the rows are written, in the pool."""
+        """Return the KV slots of the pool that the rows are written to."""
         return self.table.flat(np.arange(self.start, self.start + len(self.tokens)))
 
     def behind(self) -> np.ndarray:
-        """Which KV slots behind the prefix each row sees, itself last [rows, KV slots]: ascending ones are in the order
-        of positions."""
+        """Return the mask over the KV slots behind the prefix [rows, KV slots].
+
+        Ascending slots of a row are in the order of positions; the last one is the row itself.
+        """
         return _bits(self.seen, self.start + len(self.tokens) - self.prefix)
 
     def path(self, row: int, start: int) -> np.ndarray:
-        """The KV slots, in the sequence, of what a row sees from a position on, itself last."""
+        """Return the KV slots of the sequence that a row sees from position `start` on, itself last."""
         tail = np.flatnonzero(self.behind()[row]) + self.prefix
         return np.concatenate((np.arange(start, self.prefix), tail[max(start - self.prefix, 0) :]))
 
 
 def rows_of_nodes(table: Table, slots: Slots, nodes: range) -> Rows:
-    """Describe nodes of the tail: each sees the prefix, its ancestors and itself."""
+    """Make rows of nodes of the tail: each sees the prefix, its ancestors and itself."""
     seen: list[int] = []
     for node, parent in enumerate(slots.parents[: nodes.stop]):
         seen.append((0 if parent == ROOT else seen[parent]) | 1 << node)
@@ -71,19 +71,24 @@ def rows_of_nodes(table: Table, slots: Slots, nodes: range) -> Rows:
 
 
 def rows_of_chunk(table: Table, tokens: Sequence[int], start: int) -> Rows:
-    """Describe consecutive tokens of the prefix: each sees all before it and itself."""
+    """Make rows of consecutive tokens of the prefix: each sees all tokens before it and itself."""
     return Rows(table, tokens, start, start, [(2 << row) - 1 for row in range(len(tokens))])
 
 
 def shared_end(position: int, prefix: int) -> int:
-    """How many positions a row reads in common with the others of its sequence; fewer only where its tail is deeper
-    than a group."""
+    """Return how many positions a row shares with all rows of its sequence.
+
+    It follows from the row's position, but it never exceeds the prefix; that matters only if the tail is deeper than a
+    group.
+    """
     return min(max(position // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS, prefix)
 
 
-def dealt(work: Sequence[Rows], most: int) -> Iterator[list[Rows]]:
-    """Deal rows out to steps of at most `most`, in their order: what a row sees is written by its own step or by one
-    before it."""
+def split_into_steps(work: Sequence[Rows], most: int) -> Iterator[list[Rows]]:
+    """Split rows into steps of at most `most` rows, in their order.
+
+    So the keys that a row attends to are written by its own step or by an earlier one.
+    """
     step: list[Rows] = []
     room = most
     for rows in work:
@@ -99,17 +104,17 @@ def dealt(work: Sequence[Rows], most: int) -> Iterator[list[Rows]]:
 
 
 def tokens_of(work: Sequence[Rows]) -> np.ndarray:
-    """The tokens of all rows [rows]."""
+    """Return the tokens of all rows [rows]."""
     return np.array([token for rows in work for token in rows.tokens], dtype=np.int64)
 
 
 def positions_of(work: Sequence[Rows]) -> np.ndarray:
-    """The positions of all rows [rows]."""
+    """Return the positions of all rows [rows]."""
     return np.array([position for rows in work for position in rows.positions], dtype=np.int64)
 
 
 def _bits(numbers: Sequence[int], width: int) -> np.ndarray:
-    """Write numbers out in bits, lowest first [numbers, width]."""
+    """Unpack integers into bits, lowest first [numbers, width]."""
     size = -(-width // 8)
     packed = np.frombuffer(b"".join(number.to_bytes(size, "little") for number in numbers), dtype=np.uint8)
     return np.unpackbits(packed.reshape(-1, size), axis=1, bitorder="little")[:, :width].astype(np.bool_)

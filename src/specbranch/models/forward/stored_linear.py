@@ -1,8 +1,7 @@
-"""A linear layer whose weight is in int8 or int4: the plain reference on any device, and what kernels take its parts
-from.
+"""A linear layer whose weight is in int8 or int4: the reference in plain torch, on any device.
 
-Owns the product, not the layouts (see `files/matrix`). Invariant: a result is in the precision of what went in, and the
-weight is written out one matrix at a time, and forgotten.
+GPU kernels take weight, scale and bias from it. Owns the product, not the layouts (`files/matrix.py`). Invariants: the
+output has the type of the input; the wide copy of a weight lives for one product only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from specbranch.models.files.matrix import SMALL, Matrix
 
 
 class StoredLinear:
-    """x ↦ x·Wᵀ + b; `weight`, `scale` and `bias` lie as a `Matrix` has them."""
+    """Compute x·Wᵀ + b; `weight`, `scale` and `bias` have the layout of a `Matrix`."""
 
     def __init__(self, matrix: Matrix) -> None:
         assert matrix.scale is not None and matrix.weight.dtype in SMALL
@@ -36,7 +35,7 @@ class StoredLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
-        if self.stored == "int4" or x.dtype is torch.float16:  # sums of whole numbers would leave float16's range
+        if self.stored == "int4" or x.dtype is torch.float16:  # sums of unscaled integers would overflow float16
             return F.linear(x, Matrix(self.weight, None, self.scale).widened(x.dtype), self.bias)
         y = F.linear(x, self.weight.to(x.dtype)) * self.scale
         return (y if self.bias is None else y + self.bias).to(x.dtype)

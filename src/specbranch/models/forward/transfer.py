@@ -1,9 +1,8 @@
-"""The way between the host and a device: one copy up for all that a step needs, one blocking read for all that comes of
-it.
+"""Copies between host and device: one copy up with all inputs of a step, one blocking read of all its results.
 
-Owns the pinned buffers, and the counting of what crosses. Invariants: a GPU's runner waits for its device nowhere else
-while it decodes; a pinned buffer is not written again before its copy was made. What was brought up stands until
-BUFFERS more copies were made.
+Owns the pinned buffers and the counts of copies and reads. Invariants: while it decodes, a GPU runner waits for its
+device only here. A pinned buffer is not written again before its copy has finished. An array that was copied up stays
+valid until BUFFERS more copies were made.
 """
 
 from __future__ import annotations
@@ -14,50 +13,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNED_BYTES = 16  # bytes: where an array may begin
-BUFFERS = 4  # that copies may be under way from at once
-MOST_VIEWS = 1024  # that are remembered: to cut tensors takes longer than to copy them
+ALIGNED_BYTES = 16  # an array begins at a multiple of this
+BUFFERS = 4  # copies that may be in flight at once, each from its own pinned buffer
+MOST_VIEWS = 1024  # views of buffers that are cached: to slice tensors takes longer than to copy them
 
 
 class Reading:
-    """Numbers on their way from a device: calling waits for them, `ready` tells whether there is anything to wait
-    for."""
+    """A read from a device in flight: a call waits for the numbers, `ready` returns True once they have arrived."""
 
     def __init__(self, arrived: Callable[[], np.ndarray], ready: Callable[[], bool]) -> None:
         self._arrived, self.ready = arrived, ready
 
     def __call__(self) -> np.ndarray:
-        """Wait, and return them."""
+        """Wait for the numbers and return them."""
         return self._arrived()
 
 
 class StreamMark:
-    """A place in a stream's work that another stream may wait for; on a CPU there is nothing to wait for."""
+    """A point in a stream's work that another stream can wait for; on a CPU there is nothing to wait for."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
-        """Have a stream wait for it; the host does not."""
+        """Make a stream wait for this point; the host does not wait."""
         if self._event is not None and stream is not None:
             stream.wait_event(self._event)
 
 
 class Transfer:
-    """Copies between the host and one device; on a CPU nothing has to be copied."""
+    """Copies between the host and one device; on a CPU nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream: torch.cuda.Stream | None = None  # that copies are made on; nothing: the current one
+        self.stream: torch.cuda.Stream | None = None  # the stream of the copies; None: the current one
         self.copies = self.reads = 0
         self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
         self._there: list[Tensor] = []
         self._next = 0
-        # by buffer, address and length: part of a buffer, as an array and as a tensor, and where it is brought
+        # by buffer, device address and length: part of a pinned buffer as array and as tensor, and its destination
         self._ways: dict[tuple[int, int, int], tuple[np.ndarray, Tensor, Tensor]] = {}
 
     def up(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """Bring arrays to the device, all in one copy that nobody waits for."""
+        """Copy arrays to the device, all in one asynchronous copy; returns their tensors by the same names."""
         self.copies += bool(arrays)
         if self.device.type == "cpu":
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -72,7 +70,7 @@ class Transfer:
         return {name: _view(there, start, array) for (name, array), start in zip(arrays.items(), starts, strict=True)}
 
     def into(self, there: Tensor, array: np.ndarray) -> None:
-        """Bring an array to the beginning of a tensor of the device, in one copy that nobody waits for."""
+        """Copy an array to the beginning of a device tensor, asynchronously."""
         self.copies += 1
         if self.device.type == "cpu":
             there[: len(array)] = torch.from_numpy(array)
@@ -91,12 +89,14 @@ class Transfer:
         self._next = (self._next + 1) % BUFFERS
 
     def down(self, found: Tensor) -> np.ndarray:
-        """Wait for the device, and read."""
+        """Wait for the device, and return a tensor's numbers."""
         return self.later(found)()
 
     def later(self, found: Tensor, stream: torch.cuda.Stream | None = None) -> Reading:
-        """Start to read, on another stream than usual if one is named, which is the current one; who calls what is
-        returned waits for it. What is written to `found` later is not seen."""
+        """Start to read a tensor; a call of the returned `Reading` waits for it.
+
+        `stream`: must be the current stream; None: the stream of this Transfer. Later writes to `found` do not show.
+        """
         if self.device.type == "cpu":
             held = found.clone()
             return Reading(lambda: self._read(held), _here_already)
@@ -106,7 +106,7 @@ class Transfer:
         return Reading(lambda: self._read(held, done), done.query)
 
     def mark(self, stream: torch.cuda.Stream | None) -> StreamMark:
-        """StreamMark what a stream was given so far."""
+        """Mark the end of the work that a stream has been given so far."""
         if stream is None:
             return StreamMark(None)
         event = _event()
@@ -114,12 +114,12 @@ class Transfer:
         return StreamMark(event)
 
     def passed(self) -> Callable[[], bool]:
-        """Return what tells, without waiting, whether the device has done all that it was given so far."""
+        """Return a check that does not wait: True once the device has done all work given to it so far."""
         return _here_already if self.device.type == "cpu" else self._passed().query
 
     @property
     def _current(self) -> torch.cuda.Stream:
-        return self.stream or torch.cuda.current_stream(self.device)  # which takes long to be asked for
+        return self.stream or torch.cuda.current_stream(self.device)  # slow to look up
 
     def _passed(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         done = _event()
@@ -133,14 +133,13 @@ class Transfer:
         return as_numpy(held)
 
     def _buffer(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return a pinned buffer whose last copy was made, and its counterpart on the device, both of at least this
-        size."""
+        """Return a pinned buffer of at least this size whose last copy has finished, and its device counterpart."""
         if not self._pinned or self._pinned[0][0].numel() < size:
-            torch.cuda.synchronize(self.device)  # only as buffers grow
+            torch.cuda.synchronize(self.device)  # only when buffers get larger
             size = max(1 << (size - 1).bit_length(), 1 << 16)
             there = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
             pinned = [(torch.empty(size, dtype=torch.uint8, pin_memory=True), _event()) for _ in range(BUFFERS)]
-            self._pinned, self._there = pinned, there  # both or neither: there may be no memory for one of them
+            self._pinned, self._there = pinned, there  # assign both or neither: either allocation may fail
             self._ways.clear()
         held, copied = self._pinned[self._next]
         copied.synchronize()
@@ -148,7 +147,7 @@ class Transfer:
 
 
 def as_numpy(held: Tensor) -> np.ndarray:
-    """Return a tensor of the host as an array of the same memory."""
+    """View a host tensor as an array of the same memory."""
     numbers: np.ndarray = held.numpy()
     return numbers
 
@@ -162,7 +161,7 @@ def _event() -> torch.cuda.Event:
 
 
 def _laid_out(arrays: Mapping[str, np.ndarray]) -> tuple[list[int], int]:
-    """Return where each array begins in one buffer, and the end of the last."""
+    """Return the offset of each array in one buffer, and the end of the last."""
     starts, end = [], 0
     for array in arrays.values():
         starts.append(end)

@@ -1,1 +1,1 @@
-"""Steps on a GPU: packing, attention by positions, the forward and its CUDA graphs."""
+"""Decode steps on a GPU: packed inputs, attention kernels, the forward and its CUDA graphs."""

@@ -1,8 +1,8 @@
-"""What is asked of the rows of a step, as the numbers a device chooses by.
+"""The sampling parameters and tree edges of a step's rows, as the numbers that a GPU samples by.
 
-Owns the way from questions to `layout.Choosing`, for rows that are chosen among inside a graph: nothing shapes them but
-a temperature, and their tokens follow the match rule. Invariant: which way a row goes hangs on its own request and
-position alone.
+Owns the conversion from asks and trials to `layout.Choosing`, for rows that are sampled inside a graph: under the match
+rule, with no parameter but the temperature. Invariant: a row's own request and position alone decide whether it is
+sampled inside a graph.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from specbranch.models.gpu.layout import BOUND, CONFIDENCE, NO_ROW, ONE, ROOT_RO
 from specbranch.models.sampling.sampler import proposed
 from specbranch.models.sampling.sheet import is_noisy, is_shaped, temperature_of
 
-RowOf = Callable[[int, int], int | None]  # sequence and node: the row of a step that reads it
+RowOf = Callable[[int, int], int | None]  # from sequence and node to the row of a step; None: not in the step
 
 
 def is_chosen_in_graph(spot: Spot) -> bool:
-    """Whether a row's token needs nothing but its temperature and noise."""
+    """True if a row's token depends on logits, temperature and noise only."""
     return not spot.request.by_ratio and not is_shaped(spot)
 
 
 def are_chosen_in_graph(spots: Sequence[Spot]) -> bool:
-    """Whether none of some rows' tokens needs more."""
-    # what is wanted of the first tokens is not wanted less later
+    """True if `is_chosen_in_graph` holds for all rows."""
+    # a request's first position decides for its later ones: parameters never begin to apply later
     of_requests = {id(spot.request): spot for spot in reversed(spots)}
     return all(map(is_chosen_in_graph, of_requests.values())) and not any(spot.allowed is not None for spot in spots)
 
 
 def rows_in(work: Sequence[Feed], first_nodes: Sequence[int]) -> RowOf:
-    """Return the way from nodes to the rows of a step that reads `work`, whose first nodes are these."""
+    """Return the mapping from nodes to the rows of a step over `work`; `first_nodes`: the first node of each feed."""
     starts: dict[int, tuple[int, int, int]] = {}
     row = 0
     for feed, node in zip(work, first_nodes, strict=True):
@@ -51,7 +51,7 @@ def rows_in(work: Sequence[Feed], first_nodes: Sequence[int]) -> RowOf:
 
 
 def entries_of(asks: Sequence[Ask], spots: Sequence[Spot]) -> int | None:
-    """How many best entries answer all that is asked; nothing: these questions are not answered inside a graph."""
+    """Return how many best entries per row answer all asks; None: a graph cannot answer them."""
     if not all(map(is_chosen_in_graph, spots)):
         return None
     least = max(ask.width if ask.measure == "top" else 2 for ask in asks)
@@ -59,28 +59,28 @@ def entries_of(asks: Sequence[Ask], spots: Sequence[Spot]) -> int | None:
 
 
 def answers(asks: Sequence[Ask], spots: Sequence[Spot], results: np.ndarray) -> list[Proposal]:
-    """Make proposals of what results say of the rows that were asked about."""
+    """Make proposals of the results of the asked rows."""
     numbers = results[:, CONFIDENCE:].copy()
     numbers[:, 1] = np.where([ask.measure == "entropy" for ask in asks], results[:, BOUND], results[:, CONFIDENCE])
     return proposed(spots, asks, numbers[:, 1:])
 
 
 def choosing_of(rows: int, spots: Iterable[tuple[int, Spot]]) -> Choosing:
-    """Write down what is asked of some rows of a step; the others are chosen among as they are."""
+    """Return the sampling numbers of a step; rows without a spot are sampled greedily."""
     table = _nothing_asked(rows).copy()
     at: list[int] = []
     noise: list[int] = []
     temperatures: list[float] = []
     request: Request | None = None
     for row, spot in spots:
-        if spot.request is not request:  # a request's rows come one after the other
+        if spot.request is not request:  # rows of one request are consecutive
             request, greedy, temperature, noisy = (
                 spot.request,
                 spot.request.greedy,
                 temperature_of(spot),
                 is_noisy(spot),
             )
-        if not greedy:  # those are chosen among as they are, too
+        if not greedy:  # greedy rows keep the default numbers
             at.append(row)
             temperatures.append(temperature)
             noise += (*keys(request.seed, request.sample, spot.position), 1) if noisy else (0, 0, 0)
@@ -92,7 +92,7 @@ def choosing_of(rows: int, spots: Iterable[tuple[int, Spot]]) -> Choosing:
 
 
 def _span(rows: list[int]) -> slice | list[int]:
-    """Rows as an index: by a slice, where they follow each other, numpy goes several times faster."""
+    """Return rows as an index: a slice if they are consecutive, which is several times faster in numpy."""
     first, end = rows[0], rows[0] + len(rows)
     return slice(first, end) if rows == [*range(first, end)] else rows
 
@@ -105,8 +105,10 @@ def _nothing_asked(rows: int) -> np.ndarray:
 
 
 def lead(choosing: Choosing, trials: Sequence[Trial], row_numbers: Sequence[Sequence[int]]) -> None:
-    """Write down which token leads to each node of the trials, whose rows lie here; of siblings with the same token,
-    to the first."""
+    """Write parent row and token of each node of the trials; `row_numbers`: their rows in the step.
+
+    Of siblings with the same token only the first can be accepted.
+    """
     at: list[int] = []
     above: list[int] = []
     said: list[int] = []
@@ -122,7 +124,7 @@ def lead(choosing: Choosing, trials: Sequence[Trial], row_numbers: Sequence[Sequ
 
 
 def _first_said(edges: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """The tokens that lead from parents to nodes; none leads to a node whose sibling before it has the same."""
+    """Yield the token of each edge; NO_ROW if an earlier sibling has the same token."""
     seen: set[tuple[int, int]] = set()
     for edge in edges:
         yield NO_ROW if edge in seen else edge[1]
@@ -130,7 +132,7 @@ def _first_said(edges: Sequence[tuple[int, int]]) -> Iterator[int]:
 
 
 def trial_rows(trials: Sequence[Trial], row_of: RowOf) -> list[list[int]] | None:
-    """The rows of each trial, its root's first; nothing where one of them is not in the step."""
+    """Return the rows of each trial, its root's first; None if one of them is not in the step."""
     found: list[list[int]] = []
     for trial in trials:
         rows = [row_of(trial.seq, node) for node in (trial.root, *trial.nodes)]

@@ -1,9 +1,7 @@
-"""Attention over pages by positions: each row reads what it shares through its group's table, the rest through its own
-path.
+"""Paged attention of decode steps: a row reads shared positions through its group's page table, then its own path.
 
-Owns two ways to the same numbers: Triton kernels, and plain operations on any device, which the kernels are compared
-with. Invariant: with the kernels a row's bits depend on its queries and on the keys it sees, in the order of positions,
-and on nothing else.
+Owns two implementations: Triton kernels, and plain torch on any device, which the kernels are compared with. Invariant:
+with the kernels, a row's bits depend only on its queries and on the keys it sees, in the order of positions.
 """
 
 from __future__ import annotations
@@ -26,27 +24,26 @@ log = logging.getLogger("specbranch")
 
 Attend = Callable[[Tensor, Tensor, Tensor, Views], Tensor]
 
-SHARED_BLOCK, QUERY_TILE = 128, 64  # shared positions of a program, and queries, rows and heads taken together
-# behind so many positions blocks are several times as long where few queries are taken together: results are read again
+SHARED_BLOCK, QUERY_TILE = 128, 64  # shared positions of a program, and its queries (rows times heads)
+# behind this many positions blocks are several times as long if a program has few queries, as results are read again
 NEAR_POSITIONS = 2048
-WIDE_BLOCK, WIDE_TILE = 32, 16  # in float32, which has no fast products and twice the size
-PATH_BLOCK = 32  # KV slots of an own path at a time
-JOINED_BLOCKS = 16  # blocks that are joined at a time; where there are more, twice as many
+WIDE_BLOCK, WIDE_TILE = 32, 16  # the same in float32, which has no fast products and twice the size
+PATH_BLOCK = 32  # KV slots of an own path that are read at a time
+JOINED_BLOCKS = 16  # blocks that are joined at a time; twice as many if there are more
 WARPS, JOIN_WARPS = 4, 2
 STAGES = 2
-EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel is launched when the one before it has ended
+EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel starts only when the one before it has ended
 
 
 def choose_attend(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Attend:
-    """Return the kernels where they work for this shape, else the plain way."""
+    """Return the kernels if they work for this shape, else plain torch."""
     return attend_by_kernels if triton_works(device, dtype, heads, kv_heads, head_dim) else attend_plainly
 
 
 def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -> Tensor:
-    """Attend with queries [rows, heads, head_dim] to pages [pages, kv_heads, PAGE, head_dim]; returns [rows,
-    heads·head_dim].
+    """Attend in plain torch, from queries [rows, heads, head_dim] to pages [pages, kv_heads, PAGE, head_dim].
 
-    Gathers what each row sees: as much memory as all rows' caches together.
+    Returns [rows, heads·head_dim]. It copies all keys and values that each row sees.
     """
     rows, heads, head_dim = queries.shape
     kv_slots, seen = _seen_slots(step)
@@ -60,7 +57,7 @@ def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -
 
 
 def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -> Tensor:
-    """Do the same with Triton: one launch for partial results of own paths and shared blocks, one that joins them."""
+    """Attend with Triton: one launch for partial results of own paths and shared blocks, one to join them."""
     from specbranch.models.gpu import attention_kernels as kernels
 
     rows, heads, head_dim = queries.shape
@@ -81,7 +78,7 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     }
     tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "PATH_BLOCK": PATH_BLOCK, "OWN": LONGEST_OWN}
     tiling |= {"TILE_ROWS": tile_rows, "TILES": GROUP_ROWS // tile_rows, "OWN_TILE": max(padded, 16)}
-    # Within a capture these come from the graphs' own memory, and all layers and graphs take turns with it.
+    # Within a capture this is memory of the graphs' pool, which all layers and graphs use in turn.
     sums = queries.new_empty(rows, heads, slots, head_dim)
     tops, totals = queries.new_empty(2, rows, heads, slots, dtype=torch.float32)
     # products read whole tiles of rows
@@ -111,14 +108,14 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
 
 
 def blocks_of(pages: int, block: int = SHARED_BLOCK, long: int = 1) -> int:
-    """How many blocks so many pages are taken in, those far behind `long` times as long."""
+    """Return the number of blocks of this many pages; blocks far back are `long` times as long."""
     near = min(pages * PAGE, NEAR_POSITIONS)
     return near // block + (pages * PAGE - near) // (long * block)
 
 
 @cache
 def begins_early(device: torch.device) -> bool:
-    """Whether a kernel may begin before the one before it has ended (programmatic dependent launch)."""
+    """True if a kernel may start before the one before it has ended (programmatic dependent launch)."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device)[0] >= 9
@@ -127,19 +124,18 @@ def begins_early(device: torch.device) -> bool:
 
 
 def launch(early: bool) -> dict[str, bool]:
-    """How a kernel is launched that may begin early."""
+    """Return the launch options of a kernel; `early`: it may start early."""
     return {"launch_pdl": True} if early else {}
 
 
 @cache
 def triton_works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether the kernels give what the plain way gives, tried once for each shape; says so where a GPU must do
-    without."""
+    """True if the kernels agree with plain torch, tested once for each shape; warns if a GPU cannot use them."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     try:
         error = _largest_error(device, dtype, heads, kv_heads, head_dim)
-    except Exception as reason:  # whatever a compiler may raise
+    except Exception as reason:  # compilers raise errors of all kinds
         log.warning(
             "Attention runs in plain operations, which is slow: Triton does not work here (%s: %s).",
             type(reason).__name__,
@@ -154,7 +150,7 @@ def triton_works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads:
 
 @torch.inference_mode()
 def _largest_error(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> float:
-    """Compare the two ways on a chain of some rows over two pages."""
+    """Compare both implementations on a chain of some rows over two pages."""
     pool = Pool(2)
     rows = Rows(Table(pool, pool.take(2)), [0] * 3, 300, 300, [0b1, 0b11, 0b111])
     packed, bucket = pack([rows], 2 * PAGE)
@@ -166,17 +162,17 @@ def _largest_error(device: torch.device, dtype: torch.dtype, heads: int, kv_head
 
 
 def _seen_slots(step: Views) -> tuple[Tensor, Tensor]:
-    """The flat KV slots that each row may see, its own path first, and which of them it does [rows, KV slots]."""
+    """Return the KV slots of the pool that each row may see, own path first, and the mask [rows, KV slots]."""
     device = step.tables.device
     first, count = step.groups.unbind(1)
     row = torch.arange(len(step.slots), device=device)
-    group = ((row >= first[:, None]) & (row < (first + count)[:, None])).int().argmax(0)  # 0 where in none
-    # Asking how much is shared would make a GPU wait; a CPU gains by it.
+    group = ((row >= first[:, None]) & (row < (first + count)[:, None])).int().argmax(0)  # 0 if in none
+    # To read how much is shared would make a GPU wait; on a CPU it saves time.
     longest = int(step.shared.max()) if device.type == "cpu" else step.tables.shape[1] * PAGE
     position = torch.arange(longest, device=device)
     through_table = step.tables[group][:, position // PAGE] * PAGE + position % PAGE
     seen = torch.cat(
         (torch.arange(step.own.shape[1], device=device) < step.own_count[:, None], position < step.shared[:, None]), 1
     )
-    # What is not seen may never have been written, or not exist: the row itself stands in for it.
+    # Masked slots may never have been written, or not exist: they are replaced by the row's own slot.
     return torch.where(seen, torch.cat((step.own, through_table), 1), step.slots[:, None]), seen

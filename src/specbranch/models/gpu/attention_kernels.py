@@ -1,8 +1,8 @@
-"""The Triton kernels of attention by positions: partial results of own paths and of shared blocks, and their joining.
+"""The Triton kernels of paged attention: partial results of own paths and of shared blocks, and their join.
 
-Owns the order of every sum. Invariant: which numbers a row adds, and in which order, follows from its own path and from
-how many positions it shares; not from the rows beside it, from the number of programs launched, or from where in the
-pool anything lies. Needs Triton, so nobody imports it but `attention`, when it is asked to.
+Owns the order of every sum. Invariant: a row's own path and its number of shared positions decide what it adds, and in
+which order. Other rows, the number of programs and the place in the pool do not matter. The module needs Triton, so
+only `attention.py` imports it, when it uses the kernels.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def _own_path(q, keys, values, sums, tops, totals, count, own, row, head, scale, page_stride, slots,
               HEADS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
               PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr):  # fmt: skip
-    """Attend to a row's own path, PATH_BLOCK KV slots at a time, with the heads that share a key head."""
+    """Attend to a row's own path, PATH_BLOCK KV slots at a time, for all heads that share a key head."""
     g = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
     at = row * HEADS + head * SHARE + g
@@ -48,8 +48,7 @@ def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, bloc
                   page_stride, slots,
                   TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
                   LONG: tl.constexpr):  # fmt: skip
-    """Attend to one block of shared positions, with all rows of a tile at once; `end` is where each row's shared
-    positions end."""
+    """Attend to one block of shared positions, for all rows of a tile; `end`: where each row's shared positions end."""
     d = tl.arange(0, WIDTH)
     queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
@@ -70,11 +69,11 @@ def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, bloc
 @triton.jit
 def _read(queries, keys, values, end, start, most, scale, top, total, acc,
           DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Add what BLOCK positions of a page give to what was read before."""
+    """Add BLOCK positions of a page to the running result (online softmax)."""
     d = tl.arange(0, WIDTH)
     j = start + tl.arange(0, BLOCK)
     offset = (j % PAGE)[:, None] * DIM + d[None, :]
-    written = (j < most)[:, None] & (d < DIM)[None, :]  # what no row of the tile shares may be anything, NaN too
+    written = (j < most)[:, None] & (d < DIM)[None, :]  # slots that no row of the tile shares may hold NaN
     k = tl.load(keys + offset, mask=written, other=0.0)
     v = tl.load(values + offset, mask=written, other=0.0)
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
@@ -88,7 +87,7 @@ def _read(queries, keys, values, end, start, most, scale, top, total, acc,
 
 @triton.jit
 def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Leave a partial result to be joined: an average of values, which half precision holds as well as values."""
+    """Store a partial result for the join: an average of values, which half precision represents as well as values."""
     d = tl.arange(0, WIDTH)
     average = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(tops + into, top, mask=live)
@@ -100,7 +99,7 @@ def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, W
     )
 
 
-# Rows and pages are no reason to compile another kernel, not even where they are 1.
+# Numbers of rows and pages must not compile another kernel, not even if they are 1.
 @triton.jit(do_not_specialize=["rows", "pages", "slots"])
 def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride,
                     rows, pages, slots,
@@ -108,12 +107,14 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
                     WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr,
                     BLOCK: tl.constexpr, LONG: tl.constexpr, NEAR: tl.constexpr, TILE_ROWS: tl.constexpr,
                     TILES: tl.constexpr, OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own path,
-    result 1 + b is block b."""
+    """Compute partial results: one program for each key head and each row, or block of a tile of rows.
+
+    Result 0 of a row and head is its own path; result 1 + b is block b.
+    """
     if EARLY:  # see product_kernels
         gdc_wait()
         gdc_launch_dependents()
-    head = tl.program_id(1)  # of rows and blocks there may be more than a second axis has room for
+    head = tl.program_id(1)  # rows and blocks are on axis 0, as axis 1 allows fewer programs
     program = tl.program_id(0)
     if program < rows:
         _own_path(q, keys, values, sums, tops, totals, tl.load(own_count + program), own + program * OWN, program, head,
@@ -142,7 +143,7 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
 def join(sums, tops, totals, shared, out, slots,
          HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
          NEAR: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Join the results of one row and head: the own path, then as many blocks as the row shares."""
+    """Join the partial results of one row and head: the own path, then the blocks that the row shares."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -155,7 +156,7 @@ def join(sums, tops, totals, shared, out, slots,
     acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
     end = tl.load(shared + row)
     blocks = tl.where(end <= NEAR, tl.cdiv(end, BLOCK), NEAR // BLOCK + tl.cdiv(end - NEAR, LONG * BLOCK))
-    if blocks <= CHUNK:  # which of the two it is hangs on the row's own position
+    if blocks <= CHUNK:  # the row's own position decides which branch runs
         top, total, acc = _joined(sums, tops, totals, first + 1, 0, blocks, top, total, acc, DIM, WIDTH, CHUNK)
     else:
         for begin in range(0, blocks, 2 * CHUNK):
@@ -180,7 +181,7 @@ def _joined(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Add the results of some blocks to what was joined before."""
+    """Add the partial results of some blocks to the running result."""
     d = tl.arange(0, WIDTH)
     b = begin + tl.arange(0, CHUNK)
     there = b < blocks

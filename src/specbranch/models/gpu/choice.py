@@ -1,9 +1,8 @@
-"""Choosing among logits on a device: each row's token and its best entries, noise included, and which rows the chosen
-tokens lead to.
+"""Sampling by the match rule on a device: each row's token and best entries, with noise, and the rows they lead to.
 
-Owns two ways to the same choices: Triton kernels, and plain operations on any device, which the kernels are compared
-with. Invariant: what a row gives depends on its logits and on what is asked of it alone, so all that is said by the
-match rule is chosen here, in a graph or not.
+Owns two implementations: Triton kernels, and plain torch on any device, which the kernels are compared with. Invariant:
+a row's result depends on its own logits and parameters only. So all tokens of the match rule are sampled here, inside
+graphs and outside.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ from specbranch.models.sampling.sample import entropy_bound
 
 log = logging.getLogger("specbranch")
 
-CHOICE_TILE = 2048  # columns that a program looks through
-ENTRY_COUNTS = (1, 8)  # best entries that a graph may be asked for
+CHOICE_TILE = 2048  # columns of a program
+ENTRY_COUNTS = (1, 8)  # numbers of best entries that graphs compute
 
 
 class Chooser:
-    """Chooses among the first `width` columns of a model's logits; what rows choose is left in `picks` too.
+    """Samples from the first `width` columns of a model's logits; also writes the tokens to `picks`.
 
-    It answers with a row of results for each row [rows, BEFORE + 2·count] in float32, which holds token ids exactly:
-    token, whether the row is reached, two confidences, the best tokens, their scores. Results stand until it is asked
-    again about as many rows.
+    Results are [rows, BEFORE + 2·count] in float32, which represents token ids exactly: token, 1 if the row is reached,
+    two confidences, the best tokens, their scores. They are valid until the next call with as many rows.
     """
 
     def __init__(self, picks: Tensor, width: int, columns: Columns | None = None) -> None:
@@ -44,12 +42,12 @@ class Chooser:
         self.by_kernels = self._kernels_work()
 
     def __call__(self, logits: Tensor, choosing: Tensor, counts: Tensor, count: int) -> Tensor:
-        """Choose in every row; `asked` [fields, at least rows] and `counts` are those of a packed step."""
+        """Sample every row; `choosing` [fields, at least rows] and `counts` are sections of a packed step."""
         choose = self.choose_by_kernels if self.by_kernels else self.choose_plainly
         return choose(logits, choosing, counts, count)
 
     def choose_plainly(self, logits: Tensor, choosing: Tensor, counts: Tensor, count: int) -> Tensor:
-        """Choose with torch's operations."""
+        """Sample in plain torch."""
         rows = logits.shape[0]
         temperature, noisy = choosing[0, :rows].view(torch.float32), choosing[3, :rows]
         first, second = choosing[1:3, :rows].long()[..., None] & MASK
@@ -65,7 +63,7 @@ class Chooser:
         return self._kept(rows, count).copy_(torch.cat(parts, dim=-1))
 
     def choose_by_kernels(self, logits: Tensor, choosing: Tensor, counts: Tensor, count: int) -> Tensor:
-        """Do the same with Triton, in two launches."""
+        """Sample with the Triton kernels, in two launches."""
         from specbranch.models.gpu import choice_kernels as kernels
 
         rows, tiles, early = logits.shape[0], -(-self.width // CHOICE_TILE), begins_early(self._device)
@@ -92,7 +90,7 @@ class Chooser:
 
     @torch.inference_mode()
     def _kernels_work(self) -> bool:
-        """Whether the kernels choose as the plain way does, tried once; says so where a GPU must do without."""
+        """True if the kernels agree with plain torch, tested once; warns if a GPU cannot use them."""
         if self._device.type != "cuda":
             return False
         logits = torch.randn(4, self.width, generator=torch.Generator().manual_seed(0)).to(self._device)
@@ -106,7 +104,7 @@ class Chooser:
             found, plain = (
                 choose(logits, choosing, counts, 8).clone() for choose in (self.choose_by_kernels, self.choose_plainly)
             )
-        except Exception as reason:  # whatever a compiler may raise
+        except Exception as reason:  # compilers raise errors of all kinds
             log.warning(
                 "Tokens are chosen in plain operations: Triton does not work here (%s: %s).",
                 type(reason).__name__,
@@ -120,16 +118,16 @@ class Chooser:
 
 
 def _leading(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The greatest scores of each row and their columns, the lowest first among equals [rows, count]."""
+    """Return the greatest scores of each row and their columns [rows, count]; among equals the lowest first."""
     ordered = scores.sort(dim=-1, descending=True, stable=True)
     return ordered.values[:, :count], ordered.indices[:, :count]
 
 
 def _reached(parent: Tensor, said: Tensor, tokens: Tensor) -> Tensor:
-    """Which rows are come to when every row leads on to the one that says its token [rows]."""
+    """Return which rows are reached: those whose token, and those of all ancestors, were sampled [rows]."""
     chosen = (said == ROOT_ROW) | (said == tokens[parent.long()])
     reached, way = chosen, parent.long()
-    # Asking how deep the longest way is would make a GPU wait; each turn doubles what was looked at.
+    # To read the depth of the tree would make a GPU wait; so each turn doubles the number of ancestors checked.
     for _ in range(max(len(parent) - 1, 1).bit_length()):
         reached = reached & reached[way]
         way = way[way]

@@ -1,8 +1,7 @@
-"""The Triton kernels that choose among logits: the best entries of every row, noise included, and whom the chosen
-tokens lead to.
+"""The Triton kernels of sampling: the best entries of every row, with noise, and the rows that the tokens lead to.
 
-Owns the order of every sum. Invariant: what a row gives depends on its logits, its temperature and its noise alone.
-Needs Triton, so nobody imports it but `choice`, when it is asked to. For EARLY see `product_kernels`.
+Owns the order of every sum. Invariant: a row's result depends on its logits, its temperature and its noise only. The
+module needs Triton, so only `choice.py` imports it, when it uses the kernels. For EARLY see `product_kernels.py`.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -25,7 +24,7 @@ NOWHERE = tl.constexpr(2147483647)
 
 @triton.jit
 def _permuted(x):
-    """core.noise's permutation of 32 bits."""
+    """Apply the 32-bit permutation of `core.noise`."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
@@ -35,20 +34,19 @@ def _permuted(x):
 
 @triton.jit
 def _gumbel(ids, first, second):
-    """−log E of token ids under two keys, E = −log1p(−v) with v = (bits + ½)·2⁻³²; see models.noise."""
+    """Return −log E of token ids under two keys; E = −log1p(−v), v = (bits + ½)·2⁻³²; see `noise_rows.gumbel`."""
     bits = _permuted(_permuted(ids.to(tl.uint32) ^ first.to(tl.uint32)) ^ second.to(tl.uint32))
     upper = bits >= 0x80000000
     small = (tl.where(upper, bits ^ 0xFFFFFFFF, bits).to(tl.float32) + 0.5) * (2.0**-32)  # min(v, 1 − v), never 0
     rest = 1.0 - small
-    lost = rest - 1.0  # −small as `rest` has it: what rounding lost is divided out again
+    lost = rest - 1.0  # −small as rounded in `rest`; the rounding error is divided out below
     log1p = tl.where(lost == 0.0, -small, tl.log(rest) * (small / tl.where(lost == 0.0, 1.0, -lost)))
     return -tl.log(-tl.where(upper, tl.log(small), log1p))
 
 
 @triton.jit
 def _best(values, columns, out_values, out_columns, COUNT: tl.constexpr):
-    """Write the greatest values, one after the other, of equal ones that with the least column; returns the
-    greatest."""
+    """Write the COUNT greatest values in order, among equals the lowest column first; returns the greatest."""
     greatest = tl.max(values, 0)
     for rank in tl.static_range(COUNT):
         top = tl.max(values, 0)
@@ -61,7 +59,7 @@ def _best(values, columns, out_values, out_columns, COUNT: tl.constexpr):
 
 @triton.jit
 def _bound(sums, part, held):
-    """AdaEDL's bound on how likely a row's token is taken, from the sums of its tiles; see models.sample."""
+    """Return AdaEDL's bound on a row's acceptance, from the sums of its tiles; see `sample.entropy_bound`."""
     peaks = tl.load(sums + part, mask=held, other=float("-inf"))
     top = tl.max(peaks, 0)
     lower = tl.maximum(peaks - top, -60.0)
@@ -76,8 +74,10 @@ def _bound(sums, part, held):
 @triton.jit(do_not_specialize=["width", "stride", "per"])
 def scan(logits, ids, choosing, tops, columns, sums, width, stride, per,
          TILE: tl.constexpr, COUNT: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """The best entries of one tile of one row, and the sum of its exponentials; where several are wanted, what its
-    entropy is made of, without noise: the greatest entry, and sums over exponentials below it."""
+    """Find the best entries of one tile of one row, and the sum of its exponentials.
+
+    With several entries it also writes the parts of the entropy without noise: the maximum, and sums of exponentials.
+    """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -106,7 +106,7 @@ def scan(logits, ids, choosing, tops, columns, sums, width, stride, per,
 def settle(ids, choosing, counts, tops, columns, sums, picks, results, arrived, width, per, tiles, across,
            ENTRIES: tl.constexpr, COUNT: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr,
            EARLY: tl.constexpr):  # fmt: skip
-    """One row's token, confidence and best entries; the last row to come follows the chosen tokens from every root."""
+    """Write one row's token, confidence and best entries; the last program to arrive finds the reached rows."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -126,7 +126,7 @@ def settle(ids, choosing, counts, tops, columns, sums, picks, results, arrived, 
     for rank in tl.static_range(COUNT):
         top = tl.max(score, 0)
         at = tl.min(tl.where(score == top, candidates, NOWHERE), 0)
-        column = tl.minimum(at, width - 1)  # where no number is a number, any token
+        column = tl.minimum(at, width - 1)  # any token, if all scores are NaN
         token = tl.load(ids + column).to(tl.int32) if LISTED else column
         if rank == 0:
             tl.store(picks + row, token)

@@ -1,8 +1,8 @@
-"""A tree's way to the device and back: whether it can grow there, what is brought up, its steps, what has grown.
+"""The growth of a tree on the device: whether it fits, the copy up, its steps, and the tree that comes back.
 
-Owns the order of a growth; the layout of the tree there is `trees`', the cache and what is launched the runner's.
-Invariants: the host waits for the device only to hear how wide the next step is, and for the tree at the end; what a
-growth that is broken off has read is not in the sequence.
+Owns the order of a growth. `trees.py` owns the tree's layout on the device, the runner the KV cache and the launches.
+Invariants: the host waits for the device only to learn the width of the next step, and for the tree at the end. Nodes
+of a growth that was broken off are not in the sequence.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ NO_MOVES = np.zeros((2, 0), dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class TextRead:
-    """A text that was read before anybody asked what follows it, which is chosen by now."""
+    """A text that was computed ahead; the device has sampled what follows it."""
 
     seq: int
     length: int
-    results: Tensor  # as long as nothing else was run
+    results: Tensor  # valid until another step runs
     row: int  # of its last token
     begun: DeviceMoment
 
     def ends(self, growing: Growing, length: int) -> bool:
-        """Whether a tree is to grow behind it, of which that is all it needs to know."""
+        """True if a tree is to grow behind this text and needs no other input."""
         return (
             growing.seq == self.seq
             and length == self.length
@@ -52,18 +52,20 @@ class TextRead:
 
 
 class TreeGrower:
-    """Grows one tree at a time where its model is."""
+    """Grows one tree at a time on its model's device."""
 
     def __init__(self, graphs: Graphs, most_pages: int, spare: int, transfer: Transfer) -> None:
-        """`most_pages`: at most in a sequence's table; `spare`: the flat KV slot for padding."""
+        """`most_pages`: the longest page table; `spare`: the KV slot of the pool for padding."""
         self._graphs, self._transfer = graphs, transfer
         self.tree = graphs.tree = DeviceTree(most_pages, transfer.device, spare)
 
     def room(self, growing: Growing, slots: Slots, request: Request, read: TextRead | None = None) -> int:
-        """How many nodes of a tree may be read where its model is; 0: the tree is to be grown step by step. `read`:
-        its text was read ahead."""
+        """Return how many nodes of a tree may be computed on the device; 0: grow the tree step by step.
+
+        `read`: its text, if that was computed ahead.
+        """
         growth, uncomputed = growing.growth, len(growing.uncomputed)
-        # the draft says what follows the text, or has said it before
+        # the draft samples what follows the text in this growth, or has sampled it before
         text_answered = uncomputed > 0 or growing.tree.root_scored or read is not None
         fits = len(growth.step) <= LANES and growth.children <= ENTRIES and uncomputed <= self._graphs.step.most_rows
         if not text_answered or not fits or not asking.is_chosen_in_graph(_spot(request, slots, uncomputed)):
@@ -72,11 +74,11 @@ class TreeGrower:
         return max(min(slots.room - uncomputed, growth.most, parents), 0)
 
     def bucket(self, kv_slots: int) -> Bucket:
-        """The bucket of all steps of a tree behind so many KV slots."""
+        """Return the bucket of all steps of a tree behind this many KV slots."""
         return growing_bucket(kv_slots, self._graphs.step.least)
 
     def carries(self, moves: np.ndarray) -> bool:
-        """Whether the first step of a tree can make these moves."""
+        """True if the first step of a tree can make these moves."""
         return self._graphs.step.moves and moves.shape[1] <= TREE_MOVES
 
     def plant(
@@ -89,7 +91,7 @@ class TreeGrower:
         moves: np.ndarray,
         read: TextRead | None = None,
     ) -> None:
-        """Bring a tree to the device; its first step makes the moves, unless its text was read ahead."""
+        """Copy a tree to the device; its first step makes the moves, unless its text was computed ahead."""
         uncomputed = len(growing.uncomputed)
         asked = -1 if growing.tree.root_scored else uncomputed - 1 if read is None else read.row
         if growing.growth.deepest > DEEPEST:
@@ -100,17 +102,16 @@ class TreeGrower:
         self._transfer.into(self.tree.state, array)
 
     def bring_sheet(self, sheet: np.ndarray | None) -> None:
-        """Bring what a receiver needs, if it does, to where it finds it beside the tree."""
+        """Copy the receiver's array, if there is one, next to the tree."""
         if sheet is not None:
             self._transfer.into(self.tree.sheet, sheet)
 
     def choose(self, bucket: Bucket, read: TextRead | None = None) -> None:
-        """Have the first step chosen, of a tree whose text was read before."""
+        """Let the device choose the first step of a tree whose text is computed already."""
         self.tree.grow(None if read is None else read.results, self._graphs.input, bucket)
 
     def steps(self, bucket: Bucket, done: Done, launch: Callable[[Bucket], None]) -> tuple[list[int], int]:
-        """Launch the steps that the device chooses; returns how many nodes each read, and how many there are in the
-        end."""
+        """Launch the steps that the device chooses; returns the nodes of each, and the nodes of the tree at the end."""
         widths: list[int] = []
         count, width = self.tree.reported(0)
         while width and len(widths) < GROWTH_STEPS and not done():
@@ -120,7 +121,7 @@ class TreeGrower:
         return widths, count
 
     def grown(self, growing: Growing, slots: Slots, steps: list[int], count: int, read: TextRead | None = None) -> Tree:
-        """Read the tree back, and add to the sequence what was read of it."""
+        """Read the tree back, and append its computed nodes to the sequence."""
         nodes, kv_slots = self.tree.nodes(self._transfer.down(self.tree.held(count)))
         _add_read(nodes, kv_slots, slots)
         tree = GrowingTree(growing.tree)
@@ -131,12 +132,12 @@ class TreeGrower:
 
 
 def _spot(request: Request, slots: Slots, uncomputed: int) -> Spot:
-    """Where the first token of a tree will stand."""
+    """Return the spot of the first token of a tree."""
     return Spot(request, len(slots.prefix) + uncomputed, list)
 
 
 def _noise(spot: Spot) -> NoiseKeys:
-    """The temperature, and the keys of a position and of those a tree may reach behind it."""
+    """Return the temperature, and the noise keys of all positions that a tree may have."""
     request, temperature = spot.request, int(np.float32(temperature_of(spot)).view(np.int32))
     if not is_noisy(spot):
         return temperature, ()
@@ -145,7 +146,7 @@ def _noise(spot: Spot) -> NoiseKeys:
 
 
 def _add_read(nodes: list[Node], kv_slots: list[int], slots: Slots) -> None:
-    """Add the nodes that were read of a tree to the tail, each at its KV slot."""
+    """Append the computed nodes of a tree to the tail, in the order of their KV slots."""
     new = sorted((kv_slot, n) for n, kv_slot in enumerate(kv_slots) if nodes[n].scored and kv_slot >= len(slots.tokens))
     above = [nodes[n].parent for _, n in new]
     slots.grow([nodes[n].token for _, n in new], [ROOT if parent == ROOT else kv_slots[parent] for parent in above])

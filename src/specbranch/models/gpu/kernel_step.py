@@ -1,8 +1,8 @@
-"""A decoder's forward in six kernels a layer: near the memory's pace, and a row with the same bits in any batch.
+"""A decoder's forward in six Triton kernels a layer, near memory bandwidth; a row has the same bits in any batch.
 
-Owns the small buffers between kernels and how each product is cut up. Invariant: the order of every sum follows from a
-product's shape and from a pinned table, never from a trial at run time; only how many rows share a program follows from
-the rows of a step.
+Owns the buffers between kernels, and the tiling of each product. Does not own the kernels (`product_kernels.py`).
+Invariant: a product's shape and a fixed table decide the order of every sum, never a measurement at run time. The
+number of rows of a step only decides how many rows share a program.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from specbranch.models.gpu.small import PLAIN_FUNCTIONS
 from specbranch.models.gpu.step import GpuStep
 
 ROW_TILE = 16
-# rows of a tile, by whether weights are the first operand: 64 as the first take other instructions
+# rows of a tile, by whether weights are the first operand; 64 rows as the first operand would use other instructions
 MOST_TOGETHER = {True: 64, False: 32}
-FAST_MEMORY = 200 << 10  # bytes of a program
+FAST_MEMORY = 200 << 10  # bytes of shared memory of a program
 PRODUCT_NAMES = ("qkv", "out", "gate_up", "down")
-Stored = Literal["plain", "int8", "int4"]  # plain: in the precision that is computed in
+Stored = Literal["plain", "int8", "int4"]  # plain: in the type that the model computes in
 BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a product is cut up: columns of a tile, numbers of a step, parts of its length, whether weights are the
-    first operand."""
+    """The tiling of a product: columns of a tile, inputs of a loop step, split-K parts, True if weights come first."""
 
     tile: int = 64
     step: int = 128
@@ -47,20 +46,20 @@ class Cut:
     stages: int = 4
 
 
-Cuts = dict[tuple[str, int, int], Cut]  # by what the product is for and its shape: outputs, inputs
+Cuts = dict[tuple[str, int, int], Cut]  # by the product's purpose, outputs and inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a product of many rows is cut up: rows of a program, the rest, and the programs that make this worth it."""
+    """The tiling of a product of many rows: rows of a program, its cut, and the least number of programs."""
 
     rows: int
     cut: Cut
-    programs: int = 80  # of fewer, too many of an H200's 132 multiprocessors would be idle
+    programs: int = 80  # with fewer, too many of an H200's 132 multiprocessors are idle
 
 
-# Steps of 64 rows and more, from the largest tile on. On Hopper all of these give a row the same bits, also those of
-# other instructions: only the number of parts decides over them. (`tests/gpu/test_products_on_gpu.py`)
+# Tiles for steps of 64 rows and more, the largest first. On Hopper a row has the same bits with all of them: only the
+# number of parts changes bits (`tests/gpu/test_products_on_gpu.py`).
 WIDE_TILES = (
     Tiles(128, Cut(256, 64, 1, False, 8, 4)),
     Tiles(128, Cut(128, 64, 1, False, 8, 5)),
@@ -68,10 +67,9 @@ WIDE_TILES = (
     Tiles(64, Cut(128, 64, 1, True, 8, 5)),
     Tiles(64, Cut(64, 128, 1, True, 4, 4), 64),
 )
-WIDEST = {"qkv": 128, "out": 128, "down": 128}  # columns of a tile; of other products any number
+WIDEST = {"qkv": 128, "out": 128, "down": 128}  # columns of a tile, at most; other products have no limit
 
-# What won on one H200 (`scripts/find_cuts.py`). Other shapes, and all on another kind of GPU, take what `safe_cut`
-# says.
+# The fastest cuts on one H200 (`scripts/find_cuts.py`). Other shapes, and other kinds of GPU, use `safe_cut`.
 PRODUCT_CUTS: Cuts = {
     ("qkv", 960, 576): Cut(32, 64, 1, False, 4, 6),
     ("gate_up", 3072, 576): Cut(32, 64, 1, False, 4, 3),
@@ -107,7 +105,7 @@ INT4_CUTS: Cuts = {
     ("qkv", 3072, 2048): Cut(32, 128, 1, False, 4, 3),
     ("gate_up", 16384, 2048): Cut(32, 128, 1, False, 4, 3),
 }
-ROOMY: dict[tuple[str, Stored], dict[str, Any]] = {  # of other shapes, where there is as much fast memory
+ROOMY: dict[tuple[str, Stored], dict[str, Any]] = {  # changes to `safe_cut` on GPUs with as much shared memory
     ("head", "plain"): {"tile": 128, "stages": 3},
     ("head", "int8"): {"tile": 128, "step": 256, "stages": 3},
     ("qkv", "int8"): {"tile": 32, "step": 256, "stages": 3},
@@ -118,7 +116,7 @@ PINNED: dict[Stored, Cuts] = {"plain": PRODUCT_CUTS, "int8": INT8_CUTS, "int4": 
 
 
 def cut_of(purpose: str, outs: int, ins: int, stored: Stored = "plain", hopper: bool = True) -> Cut:
-    """Return how a product is cut up."""
+    """Return the tiling of a product."""
     safe = safe_cut(purpose, outs, ins, stored)
     if not hopper:
         return safe
@@ -127,7 +125,7 @@ def cut_of(purpose: str, outs: int, ins: int, stored: Stored = "plain", hopper: 
 
 
 def safe_cut(purpose: str, outs: int, ins: int, stored: Stored) -> Cut:
-    """A cut for any shape on any GPU: columns in tiles of 64, and where these are few, the length in parts."""
+    """Return a tiling for any shape on any GPU: tiles of 64 columns, and split-K parts if there are few tiles."""
     step = 128 if ins % 128 == 0 else 64
     tiles, parts = -(-outs // 64), 1
     while purpose in ("out", "down") and parts < 4 and tiles * parts < 128 and ins >= 8 * step * parts:
@@ -137,7 +135,7 @@ def safe_cut(purpose: str, outs: int, ins: int, stored: Stored) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix as kernels read it: its weights, the scales of stored ones, and how it is cut up for few rows."""
+    """A matrix for the kernels: its weights, their scales if quantised, and its tiling for few rows."""
 
     weight: Tensor
     bias: Tensor | None
@@ -145,21 +143,21 @@ class Product:
     outs: int
     ins: int
     cut: Cut
-    wide: tuple[Tiles, ...] = ()  # what may be taken instead where there are many rows
+    wide: tuple[Tiles, ...] = ()  # tilings for many rows
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Weight, bias and scale; a kernel wants some tensor also where it reads none."""
+        """Return weight, bias and scale; the weight stands in for a missing one, as a kernel needs some tensor."""
         return self.weight, _or(self.bias, self.weight), _or(self.scale, self.weight)
 
     def tiles(self, rows: int) -> Tiles:
-        """How so many rows are cut up: what a program reads of the weights serves all of its rows."""
+        """Return the tiling for this many rows; the weights that a program reads serve all of its rows."""
         for tiles in self.wide:
             if tiles.rows <= rows and self._programs(tiles, rows) >= tiles.programs:
                 return tiles
         return Tiles(min(max(power_of_two(rows), ROW_TILE), MOST_TOGETHER[self.cut.swap]), self.cut)
 
     def how(self, rows: int, early: bool) -> dict[str, Any]:
-        """The kernel's constants; whether tiles and steps come out even decides if anything has to be masked."""
+        """Return the kernel's constants; EVEN and FULL say that no mask is needed."""
         tiles = self.tiles(rows)
         cut, together = tiles.cut, tiles.rows
         shape = {"ROWS": together, "TILE": cut.tile, "STEP": cut.step, "PARTS": self.cut.parts, "SWAP": cut.swap}
@@ -169,7 +167,7 @@ class Product:
         return {**shape, "num_warps": cut.warps, "num_stages": stages, "enable_fp_fusion": False, **launch(early)}
 
     def grid(self, rows: int, outs: int | None = None) -> tuple[int, int]:
-        """Tiles of rows and of columns; `outs` where two columns make one output."""
+        """Return the numbers of row tiles and column tiles; `outs`: the outputs, if two columns make one."""
         tiles = self.tiles(rows)
         columns = tiles.cut.tile if outs is None else tiles.cut.tile * outs // self.outs
         return -(-rows // tiles.rows), -(-(self.outs if outs is None else outs) // columns)
@@ -179,13 +177,13 @@ class Product:
 
 
 class KernelStep(GpuStep):
-    """The same as a `GpuStep`, but for rounding."""
+    """A `GpuStep` by Triton kernels; results differ by rounding only."""
 
     lasting = True
     moves = True
 
     def __init__(self, decoder: Decoder, memory: Memory) -> None:
-        # those are not used here, and compiled ones take seconds to import
+        # the small functions are not used here, and compiled ones take seconds to import
         super().__init__(decoder, memory, small=PLAIN_FUNCTIONS)
         from specbranch.models.gpu import product_kernels
 
@@ -211,10 +209,10 @@ class KernelStep(GpuStep):
         self._scored: dict[int, Tensor] = {}  # by rows
 
     def pin(self, pages: int) -> None:
-        """Leave steps as small as they are: no sum hangs on how wide they are."""
+        """Do nothing: no sum depends on the size of a step."""
 
     def forward(self, step: Views, tapped: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Run all layers, writing the pages; see `GpuStep.forward`."""
+        """Run all layers and write keys and values; see `GpuStep.forward`."""
         decoder, seen, rows = self.decoder, list[Tensor](), len(step.tokens)
         untapped = len(decoder.layers) - tapped + 1
         self._embed(step, rows)
@@ -285,13 +283,13 @@ class KernelStep(GpuStep):
 
 
 def product_of(name: str, linear: Linear, arch: Architecture) -> Product:
-    """Lay a matrix out for the kernels."""
+    """Make a matrix ready for the kernels."""
     assert isinstance(linear, (PlainLinear, StoredLinear))
     weight, scale = linear.weight, linear.scale if isinstance(linear, StoredLinear) else None
     stored = stored_as(weight)
     outs, ins = weight.shape[0], weight.shape[1] * (2 if stored == "int4" else 1)
     if scale is not None and stored == "int4":
-        scale = scale.t().contiguous()  # a step reads one group of all its outputs
+        scale = scale.t().contiguous()  # a loop step reads one group of all its outputs
     hopper = weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device)[0] == 9
     cut = cut_of(name, outs, ins, stored, hopper)
     if name == "qkv" and arch.qk_norm:
@@ -301,15 +299,13 @@ def product_of(name: str, linear: Linear, arch: Architecture) -> Product:
 
 
 def wide_tiles(name: str, cut: Cut, head_dim: int) -> tuple[Tiles, ...]:
-    """The tiles that many rows of a product may take: whole tiles of its cut, and of queries and keys part of a
-    head."""
+    """Return the tilings of a product for many rows: multiples of its cut's tile; for qkv, parts of a head."""
     widest = min(WIDEST.get(name, 256), head_dim if name == "qkv" else 256)
     return tuple(tiles for tiles in WIDE_TILES if cut.tile <= tiles.cut.tile <= widest)
 
 
 def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
-    """Whether the kernels are made for this model: half precision, known matrices, heads of a power of two, and
-    Triton at work."""
+    """True if the kernels support this model: half precision, known matrices, head sizes of a power of two, Triton."""
     arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
     linears = [decoder.head, *(getattr(layer, name) for layer in decoder.layers for name in PRODUCT_NAMES)]
     suits = (
@@ -327,12 +323,12 @@ def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
 
 
 def step_of(decoder: Decoder, memory: Memory) -> GpuStep:
-    """Return the step that suits a model: by kernels where they are made for it."""
+    """Return the step of a model: by Triton kernels if they support it, else in torch."""
     return KernelStep(decoder, memory) if kernels_fit(decoder, memory) else GpuStep(decoder, memory)
 
 
 def stored_as(weight: Tensor) -> Stored:
-    """What a matrix is stored as."""
+    """Return how a matrix is stored."""
     return "int8" if weight.dtype is torch.int8 else "int4" if weight.dtype is torch.uint8 else "plain"
 
 

@@ -1,7 +1,7 @@
-"""Lanes that are drafted on without waiting: the rows of each step, before anybody knows what is read in them.
+"""Lanes that are drafted without waiting: the rows of each step, before the host knows their tokens.
 
-Owns the lanes' way through the sequence. Invariant: the sequence holds what was heard of and nothing else, so a step
-that was started in vain is as if it had not been.
+Owns the nodes of the lanes in the sequence. Invariant: the sequence has only nodes whose tokens the host has read, so a
+step that was started in vain has no effect.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from specbranch.models.gpu.layout import Choosing
 
 
 class LaneSteps:
-    """The steps of some lanes, to be taken one after the other."""
+    """The steps of some lanes, in order."""
 
     def __init__(self, table: Table, slots: Slots, lanes: Lanes, spots: Sequence[Spot]) -> None:
-        """`spots`: of what is said after each lane's first row."""
+        """`spots`: those of the tokens after each lane's first row."""
         self.lanes, self.spots, self._table, self._slots = lanes, spots, table, slots
         self.width, self._first = len(lanes.feed.tokens), len(slots.tokens)
         self.asks = [Ask(lanes.feed.seq, self._first + lane, measure=lanes.measure) for lane in range(self.width)]
@@ -29,7 +29,7 @@ class LaneSteps:
         self._read = list(lanes.feed.tokens)
 
     def step(self, number: int) -> tuple[list[Rows], Choosing]:
-        """The rows of the next step: from the second on each reads what its lane chose in the step before."""
+        """Return the rows of the next step; from the second on, each has the token that its lane sampled before."""
         nodes = self._nodes(number)
         self._seen = [seen | 1 << node for seen, node in zip(self._seen, nodes, strict=True)]
         tokens = self._read if number == 0 else [-1 - lane for lane in range(self.width)]
@@ -38,7 +38,7 @@ class LaneSteps:
         return [rows], choosing_of(self.width, enumerate(spots))
 
     def heard(self, number: int, said: Sequence[int]) -> None:
-        """Add to the sequence what was read in a step, now that it is known, and remember what is read in the next."""
+        """Append the nodes of a step, whose tokens are known now; `said`: the tokens of the next step."""
         parents = self.lanes.feed.parents if number == 0 else tuple(self._nodes(number - 1))
         self._slots.grow(self._read, parents)
         self._read = list(said)

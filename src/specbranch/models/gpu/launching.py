@@ -1,9 +1,9 @@
-"""The native Runner's steps on a GPU: rows are written out, brought up, launched, and held.
+"""The native Runner's steps on a GPU: they are packed, copied up and launched, and their rows of logits are kept.
 
-Owns the order of a step: nodes are added on the host, all that the device needs goes up in one copy, the graph is
-started, and one read brings the answers. Invariants: nothing waits for the device but that read; KV slots that are to
-move move before anything else is read or written; all that a runner launches goes on its one stream (`_here`), so that
-two models work at once and nothing of one has to wait for the other.
+Owns the order of a step: the host appends nodes, one copy brings all inputs up, a CUDA graph runs, one read brings the
+results. Does not own what a step computes (`runner.py`, `step.py`). Invariants: only that read waits for the device.
+Pending moves of KV slots come before anything else is read or written. All work of a runner goes to its one stream
+(`_here`), so two models overlap and neither waits for the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specbranch.core.pages import PAGE, Copy
 from specbranch.core.runner import Feed
 from specbranch.core.slots import TAIL
 from specbranch.models.forward.decoder import Decoder
-from specbranch.models.forward.step_rows import Rows, dealt
+from specbranch.models.forward.step_rows import Rows, split_into_steps
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu.attention import blocks_of
 from specbranch.models.gpu.begun import Ahead, Followed, Received
@@ -46,11 +46,11 @@ from specbranch.models.sampling.logit_rows import TensorRow
 from specbranch.models.sampling.sample import Asked
 from specbranch.models.sampling.sheet import Arrays
 
-PARTIAL_BYTES = 1 << 28  # that partial results of attention may take in a step
+PARTIAL_BYTES = 1 << 28  # bytes of attention's partial results in a step, at most
 
 
 class StepLauncher(NativeRunner):
-    """A Runner whose steps are captured; on a CPU, as in tests, they are run as they are."""
+    """A Runner whose steps are captured as CUDA graphs; on a CPU, as in tests, they run without graphs."""
 
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
@@ -62,41 +62,40 @@ class StepLauncher(NativeRunner):
         with self._in_turn():  # weights and pages were made on the caller's stream
             self._graphs = Graphs(step_of(decoder, self.memory), self._most_pages)
             self._graphs.choose_with(self._chooser())
-        # still to be made: sequence, KV slots, and the lowest that is written
+        # pending moves: sequence, KV slots of the pool, and the lowest slot of the sequence that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
-        # what was begun before anybody asked for it: a step, and a text behind which a tree may grow
+        # started ahead of the worker's order: a step, and a text behind which a tree may grow
         self._ahead: Ahead | Received | Followed | None = None
         self._read: TextRead | None = None
-        self._started = self._moment()  # the last step of which that is noted
+        self._started = self._moment()  # when the last timed step started
 
     @property
     def note(self) -> Callable[[], DeviceMoment] | None:
-        """How to note the moment at which the device has done all it was given so far; nothing where it does not
-        work by itself."""
+        """A function that notes when the device has done all work given to it so far; None on a CPU."""
         return None if self._clock is None else self._clock.note
 
     def padded(self, rows: int) -> int:
-        """With how many rows a step of so many is computed."""
+        """Return the padded number of rows of a step."""
         return max(power_of_four(rows), self._graphs.step.least.rows)
 
     def limit(self, vocabulary: int) -> None:
-        """Never say a token from this id on, as one that is unknown to the other model."""
+        """Never sample a token with this id or a higher one, as the other model does not know it."""
         super().limit(vocabulary)
         with self._in_turn():
             self._graphs.choose_with(self._chooser())
 
     def probe(self, layers: int, network: ProbeNetwork | None) -> None:
-        """Have verdicts carry what a network makes of hidden states; see `TorchRunner`."""
+        """Attach the output of a network over hidden states to every verdict; see `TorchRunner`."""
         with self._in_turn():
             super().probe(layers, network)
 
     def feed(self, work: Sequence[Feed]) -> None:
-        """Read new nodes of several sequences in one forward."""
+        """Compute new nodes of several sequences in one forward."""
         with self._here():
             super().feed(work)
 
     def score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
-        """Read new nodes; returns one row a node, for the caller's stream to read."""
+        """Compute new nodes; returns one row for each, which the caller's stream may read."""
         with self._in_turn():
             return super().score(work)
 
@@ -109,7 +108,7 @@ class StepLauncher(NativeRunner):
         return self._run(work, {})[0]
 
     def _launch(self, work: Sequence[Feed], rows: list[Rows], arrays: Arrays) -> Asked:
-        """Send everything up, start the forward, and hold its rows; returns the arrays as they are on the device."""
+        """Copy everything up, start the forward, and keep its rows; returns the arrays as tensors of the device."""
         if not rows:
             return self._up(arrays)
         (block, states), sent = self._run(rows, arrays)
@@ -117,37 +116,37 @@ class StepLauncher(NativeRunner):
         return sent
 
     def _hold(self, work: Sequence[Feed], block: Tensor, states: Tensor | None) -> None:
-        """Keep the rows of a forward: they may be asked about later."""
+        """Keep the rows of a forward, as later calls may need them."""
         made = iter(range(block.shape[0]))
         for feed, start in zip(work, self._first_nodes(work), strict=True):
-            held = (
+            kept = (
                 (start + at, TensorRow(block, next(made), self.decoder.columns, states))
                 for at in range(len(feed.tokens))
             )
-            self._rows[feed.seq].update(held)
+            self._rows[feed.seq].update(kept)
 
     def _first_nodes(self, work: Sequence[Feed]) -> list[int]:
-        """The nodes that the first tokens of some work became, once they were added."""
+        """Return the node of each feed's first token; the nodes must be appended already."""
         return [len(self.slots(feed.seq).tokens) - len(feed.tokens) for feed in work]
 
     def _run(self, work: list[Rows], arrays: Arrays) -> tuple[tuple[Tensor, Tensor | None], Asked]:
-        """Run all rows, beyond what a step takes in several; the last copy up carries the arrays too."""
+        """Run all rows, in several steps if they exceed one; the last copy up carries the arrays, too."""
         self._ahead = self._read = None
         blocks: list[Tensor] = []
         states: list[Tensor] = []
-        steps = list(dealt(work, self._most_rows(work)))
+        steps = list(split_into_steps(work, self._most_rows(work)))
         for number, step in enumerate(steps, 1):
             packed, bucket = pack(step, self.pool.pages * PAGE, least=self._graphs.step.least)
             sent = self._up({"step": packed, **(arrays if number == len(steps) else {})})
             self._graphs.bring(sent["step"])
-            ran = self._graphs.run_brought(bucket, self._tapped)
+            ran = self._graphs.run_brought(bucket, self._state_layers)
             rows = sum(len(part.tokens) for part in step)
             blocks.append(wide(ran.logits[:rows]))
             states += [] if ran.states is None else [ran.states[:rows].clone()]
         return (torch.cat(blocks) if len(blocks) > 1 else blocks[0], torch.cat(states) if states else None), sent
 
     def _chosen(self, rows: list[Rows], choosing: Choosing, count: int, timed: bool = False) -> tuple[Ran, Reading]:
-        """Run rows as one step that chooses, and start to read what it says of each."""
+        """Run rows as one step that samples, and start to read its results."""
         ran = self._start(rows, choosing, count, timed=timed)
         return ran, self._read_later(ran, len(choosing.said))
 
@@ -158,8 +157,10 @@ class StepLauncher(NativeRunner):
     def _start(
         self, rows: list[Rows], choosing: Choosing, count: int, tree_step: Bucket | None = None, timed: bool = False
     ) -> Ran:
-        """Run rows as one step that chooses; `tree_step`: the bucket of the steps of a tree that grows on from it;
-        `timed`: note when the device began."""
+        """Run rows as one step that samples.
+
+        `tree_step`: the bucket of the steps of a tree that grows from this one. `timed`: note when the device starts.
+        """
         moves = self._moves_for(len(choosing.said))
         return self._run_packed(
             *self._packed(rows, choosing, moves, tree_step), moves, count, tree_step is not None, timed
@@ -168,9 +169,9 @@ class StepLauncher(NativeRunner):
     def _packed(
         self, rows: list[Rows], choosing: Choosing, moves: np.ndarray | None, tree_step: Bucket | None = None
     ) -> tuple[np.ndarray, Bucket]:
-        """Write a step out."""
+        """Pack a step for the device."""
         least = self._graphs.step.least
-        if tree_step is not None:  # the graph writes the tree's first step, with as many pages as its own
+        if tree_step is not None:  # the graph writes the tree's first step, which has as many pages
             least = least._replace(pages=max(tree_step.pages, least.pages))
         return pack(rows, self.pool.pages * PAGE, choosing, moves, least)
 
@@ -183,7 +184,7 @@ class StepLauncher(NativeRunner):
         grows: bool = False,
         timed: bool = False,
     ) -> Ran:
-        """Run a step that is written out, with the moves that it makes."""
+        """Run a packed step, with the moves that come with it."""
         self._read = None
         if timed:
             self._started = self._moment()
@@ -194,7 +195,7 @@ class StepLauncher(NativeRunner):
             return self._graphs.run_brought(bucket, 0, count, grows)
 
     def _most_rows(self, work: Sequence[Rows]) -> int:
-        """How many rows a step takes: behind long texts fewer, as each row has a partial result for every block."""
+        """Return how many rows a step takes: fewer for long sequences, as each row has a partial result per block."""
         arch, pages = self.architecture, max(-(-(part.start + len(part.tokens)) // PAGE) for part in work)
         blocks = blocks_of(2 * pages)  # a bucket may have twice as many pages
         row = arch.heads * (arch.head_dim * self.dtype.itemsize + 8) * (1 + blocks)
@@ -210,7 +211,7 @@ class StepLauncher(NativeRunner):
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """What is launched in here makes the moves that wait; where it fails, what was to move is forgotten."""
+        """Within this context a launch makes the pending moves; if it fails, they are dropped."""
         try:
             yield
             self._moves = []
@@ -222,11 +223,11 @@ class StepLauncher(NativeRunner):
         return np.concatenate([kv_slots for _, kv_slots, _ in self._moves], axis=1)
 
     def _moves_for(self, rows: int) -> np.ndarray | None:
-        """The moves that go with a step of so many rows; where it has no room for them, they are made before it."""
+        """Return the pending moves for a step of `rows` rows; if they do not fit, make them now and return None."""
         if not self._moves:
             return None
         moves = self._waiting_moves()
-        # a KV slot may be left by one keep and filled by the next
+        # order matters: one `keep` may free a KV slot that the next one fills
         in_order = self._graphs.step.moves or len(self._moves) == 1
         if in_order and moves.shape[1] <= most_moves(rows):
             return moves
@@ -238,8 +239,7 @@ class StepLauncher(NativeRunner):
 
     @torch.inference_mode()
     def _up(self, arrays: Arrays) -> Asked:
-        """Send arrays up, and with them the moves that wait, which are made at once. Where that fails, what was to
-        move is forgotten."""
+        """Copy arrays up together with the pending moves, and make these; if that fails, they are dropped."""
         if not arrays and not self._moves:
             return {}
         waiting = {f"moves {number}": moves for number, (_, moves, _) in enumerate(self._moves)}
@@ -250,9 +250,9 @@ class StepLauncher(NativeRunner):
         return sent
 
     def _forget_moves(self) -> None:
-        """Forget what was to move, and the KV slots it was to move to: its worker will have them read again."""
+        """Drop pending moves, and roll their sequences back to before them; the worker will compute the rest again."""
         for seq, _, first in self._moves:
-            if seq in self._held:
+            if seq in self._sequences:
                 self.rewind(seq, min(first, len(self.slots(seq).prefix)))
         self._moves = []
 
@@ -267,26 +267,28 @@ class StepLauncher(NativeRunner):
             super()._copy(copies)
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        self._ahead = None  # a page it wrote to may have been given back, and may be written to now
+        self._ahead = None  # a page that it wrote to may be free by now, and may be written
         with self._here():
             self._up({})
             super()._extend(seq, tokens)
 
     def _moment(self) -> DeviceMoment:
-        """Note when the device comes to this; where it is no device, the present moment."""
+        """Note when the device reaches this point of its work; on a CPU that is now."""
         if self._clock is not None:
             return self._clock.note()
         moment = time.perf_counter()
         return lambda: moment
 
     def _here(self) -> AbstractContextManager[Any]:
-        """Have kernels launched on the runner's own stream."""
+        """Launch kernels on the runner's own stream within this context."""
         return nullcontext() if self._stream is None else OnStream(self._stream)
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """The same, behind what the caller has launched and before what it launches next: for tensors that pass
-        between the two."""
+        """Do as `_here`, ordered after earlier and before later work of the caller's stream.
+
+        This is for tensors that pass between the two streams.
+        """
         around = None if self._stream is None else torch.cuda.current_stream(self.device)
         if self._stream is not None and around is not None:
             self._stream.wait_stream(around)

@@ -1,10 +1,10 @@
-"""A step as one array of whole numbers: what rows of several sequences need on a device, carried there by one copy.
+"""A packed step: all inputs of a forward over several sequences in one int32 array, which one copy brings to a device.
 
-Owns the order of the sections and their padding. Invariant: where a section lies depends on the bucket alone, so a
-captured graph reads every step of a bucket through the same views. A row reads the positions before `shared` through
-its group's page table, the others, itself last, through its own path. Where the one ends follows from the row's
-position alone, as long as the part of its tail that does not lie at its own positions is at most a group deep. What is
-asked of the rows, and what is to be moved before, goes with them.
+Owns the order of the sections and their padding. A row reads the positions before `shared` through its group's page
+table, the others, itself last, through its own path. Sampling parameters and pending moves of KV slots are sections,
+too. Invariants: the bucket alone decides where a section lies, so a captured graph reads every step of a bucket through
+the same views. A row's position alone decides `shared`, unless its tail is too deep: the part that does not lie at its
+own positions may have one group at most.
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from torch import Tensor
 from specbranch.core.pages import PAGE
 from specbranch.models.forward.step_rows import GROUP_POSITIONS, Rows
 
-LONGEST_OWN = 192  # the longest own path
-MOST_STEP_ROWS = 512  # in a step
+LONGEST_OWN = 192  # KV slots of the longest own path
+MOST_STEP_ROWS = 512  # rows of a step, at most
 GROUP_ROWS = 16  # rows of a sequence that read its shared positions together
-ALIGNED = 32  # numbers: sections begin at whole cache lines, whatever the bucket
-PER_ROW = 5  # sections of one number a row; they come first, so that they can be written as one table
-OWN_LINES, COUNTS_SECTION, MOVES_SECTION = 3, 4, 5  # sections, by number
+ALIGNED = 32  # numbers: sections begin at whole cache lines in every bucket
+PER_ROW = 5  # sections with one number per row; they come first, so that they can be written as one table
+OWN_SECTION, COUNTS_SECTION, MOVES_SECTION = 3, 4, 5  # sections, by number
 SHIFT = PAGE.bit_length() - 1
-ROOT_ROW, NO_ROW = -1, -2  # said: by nobody, or what cannot be taken
+ROOT_ROW, NO_ROW = -1, -2  # values of `said`: the row is a root, the row can never be accepted
 ONE = int(np.float32(1.0).view(np.int32))
-# numbers of a row of results before its entries: token, whether it is reached, confidence, and AdaEDL's, where several
-# are wanted
+# A row of results begins with: token, 1 if the row is reached, confidence, and, with several entries, AdaEDL's bound.
 BEFORE, CONFIDENCE, BOUND = 4, 2, 3
 
 
 class Choosing(NamedTuple):
-    """What is asked of rows, each [rows] int32: how to choose their tokens, and whom the chosen ones are to lead to."""
+    """Sampling parameters and tree edges of rows, each [rows] int32."""
 
     temperature: np.ndarray | Tensor  # the bits of a float32
-    first_key: np.ndarray | Tensor  # of the noise
+    first_key: np.ndarray | Tensor  # key of the noise
     second_key: np.ndarray | Tensor
-    noisy: np.ndarray | Tensor  # 1 where noise is added
-    parent: np.ndarray | Tensor  # a row of the same step, itself at the top
-    # the token that has to be chosen at the parent for this row to be reached; ROOT_ROW: it is, NO_ROW: never
+    noisy: np.ndarray | Tensor  # 1 if noise is added
+    parent: np.ndarray | Tensor  # a row of the same step; a root is its own parent
+    # the token that the parent must sample for this row to be reached; ROOT_ROW: always, NO_ROW: never
     said: np.ndarray | Tensor
 
 
@@ -53,10 +52,10 @@ class Bucket(NamedTuple):
 
     rows: int
     groups: int
-    pages: int  # in the longest table
+    pages: int  # of the longest page table
 
 
-SMALLEST_BUCKET = Bucket(1, 1, 8)  # short texts share their graphs
+SMALLEST_BUCKET = Bucket(1, 1, 8)  # 8 pages, so that short sequences share graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +64,20 @@ class Views:
 
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
-    slots: Tensor  # [rows] flat KV slots that keys and values are written to
-    shared: Tensor  # [rows] how many positions are read through the table
+    slots: Tensor  # [rows] KV slots of the pool that keys and values are written to
+    shared: Tensor  # [rows] how many positions are read through the page table
     own_count: Tensor  # [rows] length of the own path, at least 1
-    groups: Tensor  # [groups, 2] first row and how many, one after the other; 0 where a group is padding
+    groups: Tensor  # [groups, 2] first row and number of rows, consecutive; 0 rows if a group is padding
     tables: Tensor  # [groups, pages]
-    own: Tensor  # [rows, LONGEST_OWN] flat KV slots in the order of positions; beyond `own_count` they mean nothing
+    own: Tensor  # [rows, LONGEST_OWN] KV slots of the pool by position; beyond `own_count` without meaning
     choosing: Tensor | None = None  # [fields of Choosing, at least rows]
-    counts: Tensor | None = None  # how many moves there are, and how deep the longest way from a root is
-    # [2, some] flat KV slots: what lies at the first is copied to the second, one after the other
+    counts: Tensor | None = None  # the number of moves, and the depth of the deepest row
+    # [2, some] KV slots of the pool: sources and targets, copied one after the other
     moves: Tensor | None = None
 
 
 def bucket_of(work: Sequence[Rows], least: Bucket = SMALLEST_BUCKET) -> Bucket:
-    """Return the smallest bucket that holds these rows, and is nowhere smaller than `least`."""
+    """Return the smallest bucket for these rows, at least `least` in every dimension."""
     rows = sum([len(part.tokens) for part in work])
     if not 0 < rows <= MOST_STEP_ROWS:
         raise ValueError(f"a step takes 1 to {MOST_STEP_ROWS} rows, not {rows}; deal them out first")
@@ -89,29 +88,28 @@ def bucket_of(work: Sequence[Rows], least: Bucket = SMALLEST_BUCKET) -> Bucket:
 
 
 def most_moves(rows: int) -> int:
-    """How many KV slots a step of so many rows can move."""
+    """Return how many KV slots a step of `rows` rows can move."""
     return max(4 * rows, 2 * ALIGNED)
 
 
 def power_of_four(number: int) -> int:
-    """The least power of four that is not below a number, but above 16 of two: padding costs more there than a
-    graph."""
+    """Round up to a power of four, above 16 to a power of two: there padding costs more than another graph."""
     least = power_of_two(number)
     return least * 2 if least in (2, 8) else least
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below a number."""
+    """Round up to a power of two."""
     return 1 << (number - 1).bit_length()
 
 
 def packed_size(bucket: Bucket) -> int:
-    """How many numbers a packed step has."""
+    """Return the length of a packed step."""
     return _offsets(bucket)[-1]
 
 
 def views(packed: Tensor, bucket: Bucket) -> Views:
-    """The sections of a packed step, or of a longer buffer that begins with one."""
+    """Return the sections of a packed step, or of a longer buffer that begins with one."""
     shapes, offsets = _shapes(bucket), _offsets(bucket)
     per_row = packed[: offsets[1]].view(shapes[0])[:, : bucket.rows]
     sections = [packed[at : at + prod(shape)].view(shape) for shape, at in zip(shapes[1:], offsets[1:], strict=False)]
@@ -121,7 +119,7 @@ def views(packed: Tensor, bucket: Bucket) -> Views:
 
 
 def brought_moves(packed: Tensor, bucket: Bucket, count: int) -> Tensor:
-    """The moves that came with a step, in the order they are to be made [2, count]."""
+    """Return the moves of a packed step in order [2, count]."""
     moves = views(packed, bucket).moves
     assert moves is not None
     return moves[:, :count].long()
@@ -134,7 +132,7 @@ def pack(
     moves: np.ndarray | None = None,
     least: Bucket = SMALLEST_BUCKET,
 ) -> tuple[np.ndarray, Bucket]:
-    """Write rows out for a device; padding is written to, and read from, the flat KV slot `spare`."""
+    """Pack rows for a device; padding reads and writes KV slot `spare` of the pool."""
     work = [part for part in work if part.tokens]
     bucket = bucket_of(work, least)
     packed = _blank(bucket, spare).copy()
@@ -155,7 +153,7 @@ def pack(
 
 
 class Sheet:
-    """A packed step whose tokens and moves are written over."""
+    """A packed step whose tokens and moves can be overwritten."""
 
     def __init__(self, packed: np.ndarray, bucket: Bucket) -> None:
         self.packed, self.bucket = packed, bucket
@@ -164,27 +162,27 @@ class Sheet:
         self._counts, self._moves = (_section(packed, bucket, number) for number in (COUNTS_SECTION, MOVES_SECTION))
 
     def say(self, tokens: Sequence[int]) -> None:
-        """Have its first rows be a chain of these tokens."""
+        """Make its first rows a chain of these tokens."""
         self._tokens[: len(tokens)] = tokens
         self._said[1 : len(tokens)] = tokens[1:]
 
     def move(self, moves: np.ndarray | None) -> None:
-        """Have KV slots moved before, or none."""
+        """Set the moves that come before the step; None: no moves."""
         self._counts[0] = count = 0 if moves is None else moves.shape[1]
         if moves is not None:
             self._moves[:, :count] = moves
 
 
 def padding(bucket: Bucket, spare: int) -> np.ndarray:
-    """A packed step without a row: it reads and writes the flat KV slot `spare`."""
+    """Return a packed step without rows; it reads and writes KV slot `spare` of the pool."""
     packed = _blank(bucket, spare).copy()
-    _section(packed, bucket, OWN_LINES)[:] = spare
+    _section(packed, bucket, OWN_SECTION)[:] = spare
     return packed
 
 
 @lru_cache(maxsize=256)
 def _blank(bucket: Bucket, spare: int) -> np.ndarray:
-    """A packed step in which nothing but own paths has to be written where there is no row."""
+    """Return a packed step whose padding is complete but for own paths."""
     packed = np.zeros(packed_size(bucket), dtype=np.int32)
     per_row, _, tables, _ = _sections(packed, bucket)
     tables[:], per_row[2], per_row[4] = spare >> SHIFT, spare, 1
@@ -193,7 +191,7 @@ def _blank(bucket: Bucket, spare: int) -> np.ndarray:
 
 
 def deepest(parents: np.ndarray | Tensor) -> int:
-    """How many rows the longest way from a root has below it."""
+    """Return the depth of the deepest row below its root."""
     depth: list[int] = []
     for row, parent in enumerate(parents.tolist()):
         depth.append(depth[parent] + 1 if parent < row else 0)
@@ -201,9 +199,9 @@ def deepest(parents: np.ndarray | Tensor) -> int:
 
 
 def _write_paths(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> None:
-    """Write down the rows' positions, their KV slots, how much they share, and their own paths, with their lengths."""
+    """Write the rows' positions, KV slots, shared positions, own paths and the lengths of these."""
     positions, slots, shared, counts = per_row
-    # no own path begins before
+    # per sequence, the first KV slot that an own path may have
     firsts = [max(part.prefix // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS for part in work]
     window = _window(work, firsts)
     if len(work) == 1:
@@ -220,7 +218,7 @@ def _write_paths(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> 
 
 
 class _Placed(NamedTuple):
-    """Where rows stand, how many positions each shares, and its own path, by KV slots in the window."""
+    """Positions of rows, how many positions each shares, and its own path, as indices into the window."""
 
     positions: np.ndarray  # [rows]
     shared: np.ndarray  # [rows]
@@ -229,7 +227,7 @@ class _Placed(NamedTuple):
 
 
 def _placed(tail: _Tails, prefix: int | np.ndarray, end: int | np.ndarray) -> _Placed:
-    """Place rows behind prefixes that end at these KV slots of the window."""
+    """Place rows behind prefixes of these lengths; `end`: where each prefix ends in the window."""
     positions = tail.depth + prefix
     shared = np.maximum((positions & -GROUP_POSITIONS) - GROUP_POSITIONS, 0)
     if tail.deepest > GROUP_POSITIONS:
@@ -247,26 +245,26 @@ def _placed(tail: _Tails, prefix: int | np.ndarray, end: int | np.ndarray) -> _P
     return _Placed(positions, shared, counts, paths)
 
 
-@lru_cache(maxsize=1024)  # chains come again and again: there are 32 of each length
+@lru_cache(maxsize=1024)  # chains recur: there are 32 cases of each length
 def _placed_alone(seen: tuple[int, ...], prefix: int) -> _Placed:
-    """The same for one sequence, counted from where its own paths may begin: a whole number of groups before."""
+    """Do as `_placed` for one sequence, counted from the first KV slot that an own path may have."""
     return _placed(_tails(seen), prefix, prefix)
 
 
 def _window(work: Sequence[Rows], firsts: Sequence[int]) -> np.ndarray:
-    """The flat KV slots of every sequence from a KV slot on up to its last row's, one sequence behind the other."""
-    pieces: list[np.ndarray] = []
+    """Return the KV slots of the pool of each sequence, from `firsts` to its last row, one sequence after the other."""
+    parts: list[np.ndarray] = []
     for part, first in zip(work, firsts, strict=True):
         end = part.start + len(part.tokens)
         for page in range(first >> SHIFT, (end - 1 >> SHIFT) + 1):
             begin = page << SHIFT
             within = _counting(PAGE)[max(first - begin, 0) : end - begin]
-            pieces.append(within + (part.table.pages[page] << SHIFT))
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            parts.append(within + (part.table.pages[page] << SHIFT))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _prefixes(work: Sequence[Rows], firsts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """How long each row's prefix is, and where in the window it ends."""
+    """Return the length of each row's prefix, and where it ends in the window."""
     sizes = [part.start + len(part.tokens) - first for part, first in zip(work, firsts, strict=True)]
     ends = [
         at - first + part.prefix for part, first, at in zip(work, firsts, accumulate(sizes, initial=0), strict=False)
@@ -277,18 +275,17 @@ def _prefixes(work: Sequence[Rows], firsts: Sequence[int]) -> tuple[np.ndarray, 
 
 
 class _Tails(NamedTuple):
-    """What rows see of their tails. A run from the prefix on lies at its own positions; what comes after it is told
-    one by one."""
+    """What rows see of their tails: a run from the prefix on that lies at its own positions, then single nodes."""
 
     deepest: int
-    depth: np.ndarray  # [rows] how much comes before the row itself
-    run: np.ndarray  # [rows]
-    row: np.ndarray  # [seen beyond runs]
-    rank: np.ndarray  # which of the row's tail it is
-    off: np.ndarray  # how far from its own position it lies
+    depth: np.ndarray  # [rows] nodes before the row itself
+    run: np.ndarray  # [rows] length of the run
+    row: np.ndarray  # [nodes beyond runs] which row sees it
+    rank: np.ndarray  # its depth in the row's path
+    off: np.ndarray  # distance of its KV slot from its position
 
 
-@lru_cache(maxsize=4096)  # trees of the same shape come again and again
+@lru_cache(maxsize=4096)  # trees of the same shape recur
 def _tails(seen: tuple[int, ...]) -> _Tails:
     width = -(-max(seen).bit_length() // 8)
     packed = np.frombuffer(b"".join([one.to_bytes(width, "little") for one in seen]), dtype=np.uint8)
@@ -309,7 +306,7 @@ def _tails(seen: tuple[int, ...]) -> _Tails:
 
 
 def _write_groups(work: Sequence[Rows], groups: np.ndarray, tables: np.ndarray) -> None:
-    """Fill in groups and tables."""
+    """Write groups and page tables."""
     first = at = 0
     for part in work:
         count, pages = len(part.tokens), part.table.pages[: tables.shape[1]]
@@ -321,7 +318,7 @@ def _write_groups(work: Sequence[Rows], groups: np.ndarray, tables: np.ndarray) 
 
 
 def _sections(packed: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
-    """The numbers of rows as one table, and the sections that every step fills in behind it."""
+    """Return the table of numbers per row, and the sections behind it that every step fills."""
     return [_section(packed, bucket, number) for number in range(COUNTS_SECTION)]
 
 
@@ -343,7 +340,7 @@ def _shapes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def _offsets(bucket: Bucket) -> tuple[int, ...]:
-    """Where each section begins, and where the last one ends."""
+    """Return where each section begins, and where the last one ends."""
     offsets = [0]
     for shape in _shapes(bucket):
         offsets.append(offsets[-1] + _aligned(prod(shape)))

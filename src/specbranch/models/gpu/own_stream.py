@@ -1,8 +1,8 @@
-"""A stream of a model's own, and having kernels launched on it.
+"""A model's own CUDA stream, and the context that launches kernels on it.
 
-Owns when what a stream may still write to is given back. `OnStream` does what `torch.cuda.stream` does, without the
-objects that this makes: a round enters its stream several times. Invariant: once it is left, each device has the stream
-it had.
+Owns when memory that a stream may still write to is freed. `OnStream` does what `torch.cuda.stream` does without
+creating objects, as a round enters its stream several times. Invariant: after the context each device has its former
+current stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class OnStream:
-    """Have kernels launched on a stream, and so on its device, whichever is the current one."""
+    """Launch kernels on a stream, and so on its device, within this context."""
 
     __slots__ = ("_before", "_stream")
 
@@ -23,7 +23,7 @@ class OnStream:
 
     def __enter__(self) -> None:
         stream, current = self._stream, torch._C._cuda_getDevice()
-        # what is set last leaves its device the current one
+        # the stream that is set last makes its device the current one
         self._before = [torch._C._cuda_getCurrentStream(device) for device in {stream.device_index, current}]
         self._before.sort(key=lambda held: held[1] == current)
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
@@ -34,8 +34,10 @@ class OnStream:
 
 
 def own_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
-    """A stream that is waited for before what its owner holds is given back: a step that nobody asked for may still
-    write there."""
+    """Return a stream that is synchronised before its owner's memory is freed.
+
+    A step that was started ahead may still write there.
+    """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     weakref.finalize(owner, stream.synchronize).atexit = False
     return stream

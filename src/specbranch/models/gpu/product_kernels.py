@@ -1,15 +1,16 @@
-"""The Triton kernels of a decoding step's products, with what comes before and after each: norm, rotation, residual,
-gate.
+"""The Triton kernels of a decode step's products, fused with norm, rotation, residual and gate.
 
-Owns the order of every sum. Invariant: a row's bits depend neither on the rows beside it nor on how many there are.
-Rows are taken in tiles (ROWS: 16, or more where there are more), the numbers of a product in one order, in a fixed
-number of parts and by instructions of one kind. How a compiler spreads a tile over threads hangs on the tile, so sums
-over columns are of whole numbers, and no product is fused with a sum (`enable_fp_fusion`). The stream of a layer is
-left as it is and, multiplied by the next norm's weights, as the next product reads it; each tile leaves the sum of its
-squares, and who reads on divides by their root. Weights are plain numbers (STORED 0), whole ones with a scale for each
-output (8), or nibbles with a scale for each group of 128 inputs (4). Buffers have whole tiles of rows: those that
-nobody asked for are computed too, and written where nobody reads. Where kernels may begin early (EARLY), each waits for
-the one before it to end before it reads anything, and tells the next to come when it has read all it needs.
+Owns the order of every sum. Invariant: a row's bits depend neither on other rows nor on their number. To keep it:
+- Rows come in tiles (ROWS: 16 or more). A product sums its inputs in one order, in a fixed number of parts, by one kind
+  of instruction.
+- The compiler's layout of a tile over threads depends on the tile. So sums over columns are sums of integers, and no
+  product is fused with a sum (`enable_fp_fusion`).
+
+A layer writes the residual stream twice: as it is, and times the next norm's weights, as the next product reads it.
+Each tile writes the sum of its squares; the next product divides by their root. STORED is 0 for plain weights, 8
+for int8 with a scale for each output, and 4 for int4 with a scale for each 128 inputs. Buffers have whole tiles
+of rows: padding rows are computed, too, and nobody reads them. If kernels may start early (EARLY), each waits for the
+end of the one before it before it reads anything. It lets the next one start when it has read all it needs.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -22,7 +23,10 @@ from triton.language.target_info import cuda_capability_geq
 
 
 def _nibbles_in(kind: str, ones: int, offset: int) -> str:
-    """PTX that makes eight floats of four bytes' nibbles: `ones` before each, `offset` subtracted from each pair."""
+    """Return PTX that makes eight floats of the nibbles of four bytes.
+
+    `ones` are the bits before each nibble; `offset` is subtracted from each pair.
+    """
     halves = [("and.b32 t, $4, 0x0f0f0f0f;", 0), ("shr.u32 t, $4, 4; and.b32 t, t, 0x0f0f0f0f;", 2)]
     picked = ((0, 0x4140), (1, 0x4342))  # a byte, then the ones, twice
     lines = []
@@ -42,8 +46,10 @@ FLOAT16_NIBBLES = tl.constexpr(_nibbles_in("f16x2", 0x64, 0x6408))
 def _product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
              PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
              EARLY: tl.constexpr):  # fmt: skip
-    """Multiply some rows of x by some rows of w, over one part of their length; returns [ROWS, TILE]. `there`: which of
-    w's rows exist."""
+    """Multiply some rows of x by some rows of w, over one split-K part; returns [ROWS, TILE].
+
+    `there`: which of w's rows exist.
+    """
     if STORED == 4:
         acc = _nibble_product(x, w, scale, columns, there, first, N, K, part, ROWS, TILE, STEP, PARTS, FULL)
     else:
@@ -84,10 +90,10 @@ def _whole_product(x, w, columns, there, first, K, part,
 
 @triton.jit
 def _nibbles(both, DTYPE: tl.constexpr):
-    """The low and the high halves of bytes, less 8, as floats.
+    """Return the low and the high nibbles of bytes, minus 8, as floats.
 
-    In machine code four bytes at a time: beside the bits of 128 (of 1024 in float16) a nibble is the number's own end,
-    so 136 (1032) is subtracted and nothing is converted.
+    PTX does this for four bytes at a time. Behind the bits of 128 (1024 in float16) a nibble is the end of the number's
+    mantissa. So 136 (1032) is subtracted, and nothing is converted.
     """
     if cuda_capability_geq(9, 0):
         if tl.bfloat16 == DTYPE:
@@ -108,7 +114,7 @@ def _nibbles(both, DTYPE: tl.constexpr):
 def _nibble_product(x, w, scale, columns, there, first, N, K, part,
                     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
                     FULL: tl.constexpr):  # fmt: skip
-    """A step is a group of 128 inputs: the low nibbles of its 64 bytes are the first half, the high ones the second."""
+    """Multiply by int4 weights. A loop step is a group of 128 inputs: the low nibbles are its first half."""
     tl.static_assert(STEP == 128)
     groups = K // 128
     begin = groups * part // PARTS
@@ -134,10 +140,12 @@ def _nibble_product(x, w, scale, columns, there, first, N, K, part,
 
 @triton.jit
 def _summed(x, COUNT: tl.constexpr):
-    """Add up the COUNT numbers of each row, none below zero: in whole parts of a power of two, so the sum is the same
-    in any order. Where one of them is not finite, the sum is NaN."""
-    UNITS: tl.constexpr = (1 << 30) // COUNT  # of the power of two below the greatest
-    # as bits, numbers from 0 up are ordered alike, infinity and NaN last; as floats a maximum passes over NaN
+    """Sum the COUNT non-negative numbers of each row, as integer multiples of a power of two: exact in any order.
+
+    If one of them is not finite, the sum is NaN.
+    """
+    UNITS: tl.constexpr = (1 << 30) // COUNT  # in the power of two below the greatest number
+    # compare bits: non-negative floats have the same order, infinity and NaN last; a float maximum would skip NaN
     power = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) & 0x7F800000
     inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
     whole = (x * inverse[:, None] * UNITS).to(tl.int32)
@@ -147,7 +155,7 @@ def _summed(x, COUNT: tl.constexpr):
 
 @triton.jit
 def _root(squares, first, K, eps, ROWS: tl.constexpr, NORMS: tl.constexpr):
-    """What each row is divided by: from the sums of squares that the tiles before left."""
+    """Return the inverse root mean square of each row, from the sums of squares that the last kernel wrote."""
     r = first + tl.arange(0, ROWS)
     sums = tl.load(squares + r[:, None] * NORMS + tl.arange(0, NORMS)[None, :])
     return tl.rsqrt(_summed(sums, NORMS) / K + eps)[:, None]
@@ -155,7 +163,7 @@ def _root(squares, first, K, eps, ROWS: tl.constexpr, NORMS: tl.constexpr):
 
 @triton.jit
 def _halves(acc, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """The first and the second half of a tile's columns."""
+    """Return the first and the second half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, TILE // 2)), (0, 2, 1)))
 
 
@@ -163,8 +171,10 @@ def _halves(acc, ROWS: tl.constexpr, TILE: tl.constexpr):
 def embed(tokens, picks, counts, moves, table, norm, stream, scaled, squares, memory, rows, H, per, page_stride,
           WIDTH: tl.constexpr, NORMS: tl.constexpr, PIECE: tl.constexpr, SIDE: tl.constexpr, PAGE: tl.constexpr,
           DIM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Begin the stream of one row with its token, a negative one being what a row of the step before chose. Programs
-    beyond the rows move what a verdict left behind to its new KV slot, each in one layer's keys or values."""
+    """Write a row's embedding to the residual stream; a negative token stands for one that the last step sampled.
+
+    Programs beyond the rows move KV slots after a verdict, each in one layer's keys or values.
+    """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -184,7 +194,7 @@ def embed(tokens, picks, counts, moves, table, norm, stream, scaled, squares, me
     else:
         e = tl.arange(0, PIECE)  # of one KV slot: [kv_heads, DIM]
         within = (row - rows).to(tl.int64) * (SIDE * PAGE) + e // DIM * (PAGE * DIM) + e % DIM
-        for move in range(tl.load(counts)):  # one after the other: a KV slot may be left and then filled
+        for move in range(tl.load(counts)):  # in order: one move may free a KV slot that the next one fills
             source = tl.load(moves + move)
             target = tl.load(moves + per + move)
             from_page = (source // PAGE).to(tl.int64) * page_stride + source % PAGE * DIM
@@ -200,8 +210,10 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queri
         NORMED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
         PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
         EARLY: tl.constexpr):  # fmt: skip
-    """Queries, keys and values of some rows, turned; keys and values go to their KV slots. A tile has as much of each
-    half of a head."""
+    """Compute queries, keys and values of some rows, rotate them, and write keys and values to their KV slots.
+
+    A tile has as many columns of the first half of a head as of the second.
+    """
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
@@ -213,10 +225,10 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queri
     columns = head * DIM + begin + i % (TILE // 2) + i // (TILE // 2) * (DIM // 2)
     r = first + tl.arange(0, ROWS)
     live = (r < rows)[:, None]
-    root = _root(squares, first, K, eps, ROWS, NORMS)  # all of this is asked for before the long loop
+    root = _root(squares, first, K, eps, ROWS, NORMS)  # these loads start before the long loop
     angle = tl.load(positions + r, mask=r < rows, other=0)[:, None] * DIM + DIM // 2 + j[None, :]
     c = tl.load(cos + angle).to(tl.float32)
-    s = tl.load(sin + angle).to(tl.float32)  # the second half of a table has the sine as it is
+    s = tl.load(sin + angle).to(tl.float32)  # the second half of a table has the plain sine
     slot = tl.load(slots + r, mask=r < rows, other=0)
     offset = ((slot // PAGE).to(tl.int64) * page_stride + slot % PAGE * DIM)[:, None] + j[None, :]
     N = (HEADS + 2 * KV_HEADS) * DIM
@@ -228,7 +240,7 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queri
         acc += tl.load(bias + columns).to(tl.float32)[None, :]
     a, b = _halves(acc, ROWS, TILE)
     if head < HEADS + KV_HEADS:
-        if NORMED:  # a tile is a whole head then
+        if NORMED:  # then a tile is a whole head
             own = tl.rsqrt((_summed(a * a, TILE // 2) + _summed(b * b, TILE // 2)) / DIM + eps)[:, None]
             a = a * own * tl.load(head_norm + head * DIM + j).to(tl.float32)[None, :]
             b = b * own * tl.load(head_norm + head * DIM + DIM // 2 + j).to(tl.float32)[None, :]
@@ -248,8 +260,10 @@ def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, rows,
           BIASED: tl.constexpr, NORMS: tl.constexpr, NORM_TILE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
           STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
           STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Add a product to the stream. Where it is made in parts, the last to arrive adds them up in their order. Squares
-    are summed over NORM_TILE columns at a time, however many a tile has."""
+    """Add a product to the residual stream. Of several split-K parts, the last program to arrive adds them in order.
+
+    Squares are summed over NORM_TILE columns at a time, for any width of a tile.
+    """
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
@@ -302,14 +316,14 @@ def gated(x, w, bias, scale, squares, out, eps, rows, N, K,
           BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
           PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
           EARLY: tl.constexpr):  # fmt: skip
-    """silu(gate)·up of some rows; a tile has as many columns of each."""
+    """Compute silu(gate)·up of some rows; a tile has as many columns of gate as of up."""
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
     i = tl.arange(0, TILE)
     within = tl.program_id(1) * (TILE // 2) + i % (TILE // 2)
     columns = within + i // (TILE // 2) * N
-    root = _root(squares, first, K, eps, ROWS, NORMS)  # asked for before the long loop
+    root = _root(squares, first, K, eps, ROWS, NORMS)  # these loads start before the long loop
     acc = (
         _product(
             x, w, scale, columns, within < N, first, 2 * N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY
@@ -333,12 +347,12 @@ def scored(x, w, scale, squares, out, eps, rows, N, K,
            NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
            SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
            EARLY: tl.constexpr):  # fmt: skip
-    """Logits of some rows, in float32."""
+    """Compute the logits of some rows, in float32."""
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    root = _root(squares, first, K, eps, ROWS, NORMS)  # asked for before the long loop
+    root = _root(squares, first, K, eps, ROWS, NORMS)  # these loads start before the long loop
     acc = (
         _product(
             x, w, scale, columns, columns < N, first, N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY

@@ -1,8 +1,9 @@
-"""The native Runner on a GPU: questions are answered where the logits are.
+"""The native Runner on a GPU: the GPU samples and judges, so only results cross to the host.
 
-Owns what is asked of a step. What a graph does not choose by itself (shaped logits, the ratio rule, laws,
-log-probabilities) is worked out behind it. Where it is known what comes next, that step is started before anybody asks
-for it (`begun`). Invariant: a step that was begun and is not asked for is as if it had not been.
+Owns what each step computes beside its logits; `launching.py` owns the launch. A CUDA graph samples by temperature and
+noise itself. Other sampling parameters, the ratio rule and log-probabilities are computed behind the graph. If the next
+step is known, the GPU starts it before the worker asks (`begun.py`). Invariant: a step that was started ahead and is
+not asked for has no effect.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from specbranch.models.sampling.sampler import proposed
 
 
 class GpuRunner(StepLauncher):
-    """A Runner that asks its steps."""
+    """A Runner whose steps sample and judge on the GPU."""
 
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
@@ -60,10 +61,10 @@ class GpuRunner(StepLauncher):
 
     @torch.inference_mode()
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
-        """Read new nodes, and answer what is asked about them, or about nodes read before."""
+        """Compute new nodes, and return proposals after them, or after nodes computed before."""
         work = [feed for feed in work if feed.tokens]
         self._ahead = self.grown_at = self.begun = None
-        with self._here(), self._grown(work) as rows:
+        with self._here(), self._appending(work) as rows:
             spots = [self.spot(ask.seq, ask.node, ask) for ask in asks]
             row_of = asking.rows_in(work, self._first_nodes(work))
             row_numbers = [row for ask in asks if (row := row_of(ask.seq, ask.node)) is not None]
@@ -91,19 +92,22 @@ class GpuRunner(StepLauncher):
 
     @torch.inference_mode()
     def grow(self, growing: Growing, done: Done) -> Tree | None:
-        """Grow a tree by itself: one step after the other, each chosen by the device, of which the host hears no
-        more than its width."""
-        held, read, self._ahead, self.grown_at, self.begun = self._held[growing.seq], self._read, None, None, None
-        read = read if read is not None and read.ends(growing, len(held.slots)) else None
-        room = self._grower.room(growing, held.slots, self._requests[growing.seq], read)
-        kv_slots = len(held.slots) + len(growing.uncomputed) + room
+        """Grow a tree on the device, which chooses the nodes of each step; the host only learns how many they are.
+
+        Returns None if the caller has to grow it step by step.
+        """
+        self._ahead = self.grown_at = self.begun = None
+        sequence, read = self._sequences[growing.seq], self._read
+        read = read if read is not None and read.ends(growing, len(sequence.slots)) else None
+        room = self._grower.room(growing, sequence.slots, self._requests[growing.seq], read)
+        kv_slots = len(sequence.slots) + len(growing.uncomputed) + room
         if not room:
             return None
         try:
             with self._here():
                 try:
-                    self._reach(held, len(held.slots), kv_slots)
-                except CacheFull:  # step by step a tree may grow in what there is
+                    self._reserve(sequence, len(sequence.slots), kv_slots)
+                except CacheFull:  # step by step a tree may grow in the free pages
                     return None
                 bucket = self._grower.bucket(kv_slots)
                 self._plant(growing, room, bucket, read)
@@ -115,26 +119,25 @@ class GpuRunner(StepLauncher):
                     growing.receiver.take(self._grower.tree, count)
                 if read is not None:
                     self.begun = read.begun
-                return self._grower.grown(growing, held.slots, steps, count, read)
+                return self._grower.grown(growing, sequence.slots, steps, count, read)
         finally:
-            held.table.shrink(len(held.slots))
+            sequence.table.shrink(len(sequence.slots))
 
     def make_ready(self, seq: int, done: Done) -> None:
-        """Write out the steps of texts that it may have to read ahead: those that end in its tail, and one or a few
-        tokens behind that."""
-        held = self._held[seq]
-        first = len(held.slots.prefix)
-        starts = range(first, first + held.slots.depth + 1)
-        self._chains.write(seq, self._requests[seq], held.table, starts, done, (1, 4))
+        """Pack steps for texts that `read_ahead` may get: those that end in the tail, and a few tokens behind it."""
+        sequence = self._sequences[seq]
+        first = len(sequence.slots.prefix)
+        starts = range(first, first + sequence.slots.depth + 1)
+        self._chains.write(seq, self._requests[seq], sequence.table, starts, done, (1, 4))
 
     @torch.inference_mode()
     def read_ahead(self, feed: Feed) -> bool:
-        """Read what is unread of a text, and have chosen what follows it."""
+        """Compute the rest of a text, and sample what follows it; False if that is not possible in a graph."""
         seq, count, self._ahead = feed.seq, len(feed.tokens), None
         spot = Spot(self._requests[seq], len(self.slots(seq).prefix) + count, list)
         if not count or count > GROUP_ROWS or not asking.is_chosen_in_graph(spot):
             return False
-        with self._here(), self._grown([feed]) as (rows,):
+        with self._here(), self._appending([feed]) as (rows,):
             moves = self._moves_for(count)
             step = self._chains.take(seq, rows.table, rows.start, feed.tokens, moves)
             if step is None:
@@ -146,53 +149,55 @@ class GpuRunner(StepLauncher):
         return True
 
     def _plant(self, growing: Growing, room: int, bucket: Bucket, read: TextRead | None) -> None:
-        """Bring a tree to the device, and have its first step chosen. What is unread of its text is read for that,
-        and committed."""
+        """Copy a tree to the device, which chooses its first step.
+
+        Tokens of the text that are not computed yet are computed for that, and committed.
+        """
         seq, count, moves = growing.seq, len(growing.uncomputed), NO_MOVES
-        held, request = self._held[seq], self._requests[seq]
-        if not count and self._moves:  # else they are made with the text's step
+        sequence, request = self._sequences[seq], self._requests[seq]
+        if not count and self._moves:  # otherwise the text's step makes them
             moves = self._waiting_moves()
             if read is not None or not self._grower.carries(moves):
                 moves = NO_MOVES
                 self._up({})
-        self._grower.plant(growing, held.slots, request, held.table, room, moves, read)
+        self._grower.plant(growing, sequence.slots, request, sequence.table, room, moves, read)
         if not count:
             self._grower.choose(bucket, read)
             return
-        spot = Spot(request, len(held.slots.prefix) + count, list)
-        with self._grown([Feed(seq, growing.uncomputed, tuple(range(ROOT, count - 1)))]) as rows:
+        spot = Spot(request, len(sequence.slots.prefix) + count, list)
+        with self._appending([Feed(seq, growing.uncomputed, tuple(range(ROOT, count - 1)))]) as rows:
             self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, bucket)
-        # Committed where it lies. No page is given back, as `keep` would: the tree's steps are about to write there.
+        # Commit in place. Unlike `keep` this frees no page, as the tree's steps are about to write there.
         self._rows[seq].clear()
-        held.slots.keep(range(count), count)
+        sequence.slots.keep(range(count), count)
 
     def _grow_on(self, bucket: Bucket) -> None:
-        """Run the step that the device chose for the tree, and have the next one chosen."""
+        """Run the step that the device chose for the tree; the device then chooses the next one."""
         self._read = None
         with self._moving():
             self._graphs.run_brought(bucket, 0, ENTRIES, True)
 
     @torch.inference_mode()
     def run_ahead(self, lanes: Lanes, hear: Hear) -> int:
-        """Draft on in lanes: a step is started, with what the device chose itself, before the last one is heard of."""
+        """Draft in lanes: each step starts with the device's own tokens, before the host has read the last step."""
         seq, width, self._ahead, self.grown_at, self.begun = lanes.feed.seq, len(lanes.feed.tokens), None, None, None
-        held, request = self._held[seq], self._requests[seq]
-        spots = [Spot(request, held.slots.position(parent) + 2, list) for parent in lanes.feed.parents]
+        sequence, request = self._sequences[seq], self._requests[seq]
+        spots = [Spot(request, sequence.slots.position(parent) + 2, list) for parent in lanes.feed.parents]
         count = asking.entries_of([Ask(seq, ROOT, measure=lanes.measure)], spots[:1])
-        if count is None or width > GROUP_ROWS or held.slots.room < width * lanes.steps:
+        if count is None or width > GROUP_ROWS or sequence.slots.room < width * lanes.steps:
             return 0
         try:
             with self._here():
                 try:
-                    self._reach(held, len(held.slots), len(held.slots) + width * lanes.steps)
-                except CacheFull:  # step by step they may be drafted in what there is
+                    self._reserve(sequence, len(sequence.slots), len(sequence.slots) + width * lanes.steps)
+                except CacheFull:  # step by step they may be drafted in the free pages
                     return 0
-                return self._lane_steps(LaneSteps(held.table, held.slots, lanes, spots), count, hear)
+                return self._lane_steps(LaneSteps(sequence.table, sequence.slots, lanes, spots), count, hear)
         finally:
-            held.table.shrink(len(held.slots))
+            sequence.table.shrink(len(sequence.slots))
 
     def _lane_steps(self, steps: LaneSteps, count: int, hear: Hear) -> int:
-        """Take steps until somebody has heard enough; one more may be under way then, which is as if it were not."""
+        """Run steps until `hear` returns False; one more may be in flight then, which has no effect."""
         results = self._chosen(*steps.step(0), count)[1]
         for number in range(steps.lanes.steps):
             ahead = self._chosen(*steps.step(number + 1), count)[1] if number + 1 < steps.lanes.steps else None
@@ -206,10 +211,10 @@ class GpuRunner(StepLauncher):
 
     @torch.inference_mode()
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
-        """Read new nodes and start judging; the verdicts wait for the device."""
+        """Start to compute and judge new nodes; a call of the verdicts waits for the device."""
         self.begun = None
         work = [feed for feed in work if feed.tokens]
-        with self._here(), self._tapping(self._wanted(work)), self._grown(work) as rows:
+        with self._here(), self._returning_states(self._wanted(work)), self._appending(work) as rows:
             spots = [spot for trial in trials for spot in self._spots_of(trial)]
             row_numbers = self._chosen_rows(work, rows, trials, spots)
             if row_numbers is None:
@@ -227,53 +232,56 @@ class GpuRunner(StepLauncher):
         return Verdicts(judged, results.ready)
 
     def receiver(self, seq: int, on: Context, sending: SendingLater) -> Receiver | None:
-        """Who is to be given a tree that grows behind a text, of which all but the last token is committed."""
+        """Return the receiver of a tree that grows behind a text, of which all but the last token is committed."""
         return TreeReceiver(partial(self._expect, seq, on, sending))
 
     def _expect(self, seq: int, on: Context, sending: SendingLater) -> tuple[np.ndarray, Launch] | None:
-        """Have memory for what of a tree is verified; returns what is to be brought up with the tree, and how to begin
-        with it once it has grown. Nothing: it has to be asked for."""
-        held, request, moves = self._held[seq], self._requests[seq], NO_MOVES
-        follows = len(held.slots.prefix) == len(on) - 1 and not held.slots.tokens and len(on.tail) > 0
-        if not follows or self._tapped or not asking.is_chosen_in_graph(Spot(request, len(on), list)):
+        """Reserve memory for the verification of a tree.
+
+        Returns the array to copy with the tree, and the function that starts the verification. None: the worker has to
+        ask for it.
+        """
+        sequence, request, moves = self._sequences[seq], self._requests[seq], NO_MOVES
+        follows = len(sequence.slots.prefix) == len(on) - 1 and not sequence.slots.tokens and len(on.tail) > 0
+        if not follows or self._state_layers or not asking.is_chosen_in_graph(Spot(request, len(on), list)):
             return None
         text = Expected(request, len(on) - 1, on.tail[-1], sending())
-        if len(text.sending.prices) >= GROUP_ROWS or held.slots.room <= len(text.sending.prices):
+        if len(text.sending.prices) >= GROUP_ROWS or sequence.slots.room <= len(text.sending.prices):
             return None
         with self._here():
             try:
-                self._reach(held, text.prefix, text.kv_slots)
-            except CacheFull:  # once it is asked for, it waits for memory as any other order
+                self._reserve(sequence, text.prefix, text.kv_slots)
+            except CacheFull:  # the worker's order will wait for memory, as any other
                 return None
             if self._moves:
                 moves = self._waiting_moves()
                 if not self._graphs.step.moves or moves.shape[1] > TREE_MOVES:
                     moves = NO_MOVES
                     self._up({})
-        sheet = self._receiver.sheet(text, held.table, moves)
+        sheet = self._receiver.sheet(text, sequence.table, moves)
         return None if sheet is None else (sheet, partial(self._begin, seq, text, moves))
 
     def _begin(self, seq: int, text: Expected, moves: np.ndarray, tree: DeviceTree, nodes: int) -> None:
-        """Begin to verify a tree that has just grown, on the stream that is current."""
+        """Start to verify a tree that has just grown; the current stream is that of the draft."""
         if tree.state.device != self.device:
             return
-        held, bucket, transfer = self._held[seq], self._receiver.bucket(text, nodes), self.transfer
+        sequence, bucket, transfer = self._sequences[seq], self._receiver.bucket(text, nodes), self.transfer
         around = None if self._stream is None else torch.cuda.current_stream(self.device)
         transfer.mark(around).wait(self._stream)
         with self._here():
             begun = self._moment()
-            self._receiver.send(tree, text, held.table, moves, bucket)
+            self._receiver.send(tree, text, sequence.table, moves, bucket)
             transfer.mark(self._stream).wait(around)  # before another tree is written there
             with self._moving():
                 ran = self._graphs.run_brought(bucket, 0, 1)
             assert ran.results is not None
             results = transfer.later(ran.results)
         self._ahead = Received(
-            seq, held.table, text.prefix, transfer.later(self._receiver.read, around), results, begun
+            seq, sequence.table, text.prefix, transfer.later(self._receiver.read, around), results, begun
         )
 
     def _spots_of(self, trial: Trial) -> list[Spot]:
-        """Where the tokens after a trial's root and after each of its nodes will stand."""
+        """Return the spots of the tokens after a trial's root and after each of its nodes."""
         slots, request, root = self.slots(trial.seq), self._requests[trial.seq], trial.root
         positions = [len(slots.prefix) if root == ROOT else slots.position(root) + 1]
         for parent in trial.order.parents or range(ROOT, len(trial.nodes) - 1):
@@ -288,13 +296,13 @@ class GpuRunner(StepLauncher):
     def _chosen_rows(
         self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]
     ) -> list[list[int]] | None:
-        """The rows of each trial in the step, if a graph can choose at all of them and nothing else is wanted."""
-        wanted = (
-            not trials or self._tapped or any(trial.logprobs is not None or trial.wants_forecast for trial in trials)
-        )
-        # others are judged later, by rows that are held
-        wanted = wanted or {feed.seq for feed in work} != {trial.seq for trial in trials}
-        if wanted or not self._is_one_step(rows) or not asking.are_chosen_in_graph(spots):
+        """Return the rows of each trial in the step; None if a graph alone cannot judge all of them."""
+        wants_more = any(trial.logprobs is not None or trial.wants_forecast for trial in trials)
+        # sequences without a trial are judged later, from rows that are kept
+        others = {feed.seq for feed in work} != {trial.seq for trial in trials}
+        if not trials or self._state_layers or wants_more or others:
+            return None
+        if not self._is_one_step(rows) or not asking.are_chosen_in_graph(spots):
             return None
         return asking.trial_rows(trials, asking.rows_in(work, self._first_nodes(work)))
 
@@ -306,7 +314,7 @@ class GpuRunner(StepLauncher):
         spots: Sequence[Spot],
         row_numbers: list[list[int]],
     ) -> tuple[Reading, list[list[int]]]:
-        """Start the step, unless it was started before; returns its results, and which of them are the trials'."""
+        """Start the step, unless it was started ahead; returns its results, and the rows of each trial in them."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not self._moves and ahead.reads(work, rows):
             if isinstance(ahead, Ahead):
@@ -324,8 +332,10 @@ class GpuRunner(StepLauncher):
     def _go_on(
         self, rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], at: list[list[int]]
     ) -> dict[int, int] | None:
-        """Start the step that follows, where all trials go on plainly and it needs no new page; returns where to
-        note what is said."""
+        """Start the next step of plain decoding, if all trials allow that and it needs no new page.
+
+        Returns the dictionary that takes the sampled tokens, by sequence.
+        """
         if not all(trial.order.goes_on and not trial.nodes for trial in trials) or len(rows) != len(trials):
             return None
         after = [Spot(spot.request, spot.position + 1, spot.history) for spot in spots]
@@ -342,14 +352,13 @@ class GpuRunner(StepLauncher):
         return self._ahead.tokens
 
     def _write_chains(self, seq: int, part: Rows, root: int, done: Done) -> None:
-        """Write out the steps that may follow on a verdict, those first that follow if all is taken or nothing."""
+        """Pack the steps that may follow a verdict, first those after full acceptance and full rejection."""
         first, last = part.start + root + 1, part.start + max(map(int.bit_count, part.seen))
         self._chains.write(seq, self._requests[seq], part.table, (last, *range(first, last)), done, (GROUP_ROWS, 1))
 
     @torch.inference_mode()
     def _follow(self, trial: Trial, table: Table, found: Judged) -> Judged:
-        """Start the step that most likely follows on a verdict, at the KV slots behind it, where all of them lie on a
-        page that it keeps."""
+        """Start the step that most likely follows a verdict, if its KV slots lie on the last page of the sequence."""
         order, seq = trial.order, trial.seq
         if order.follows is None or self._moves or found.token == NO_TOKEN:
             return found
@@ -358,7 +367,7 @@ class GpuRunner(StepLauncher):
         room = min(-start % PAGE, self._context_length - start, GROUP_ROWS)
         if not isinstance(chain, tuple) or room < 1 + len(chain):
             return found
-        if not order.is_chain:  # what was taken has to move to its KV slots
+        if not order.is_chain:  # accepted nodes have to move to their KV slots
             kept = trial.nodes_on(found.path)
             self.keep(seq, kept, len(kept))
             found = Judged(found.path, found.token, kept=True)
@@ -377,7 +386,7 @@ class GpuRunner(StepLauncher):
     def _verify_shaped(
         self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]
     ) -> Verdicts:
-        """Judge behind the graph what it does not choose by itself."""
+        """Judge trials behind the graph, with all sampling parameters and rules."""
         self._ahead = None
         arrays = {**self.sampler.picking(spots), **verdict.judging(trials, spots)} if trials else {}
         if trials:
@@ -401,7 +410,7 @@ class GpuRunner(StepLauncher):
         )
 
     def _picked(self, logits: Tensor, choice: Tensor) -> Tensor:
-        """The token of every row by the match rule, over the whole vocabulary [rows]."""
+        """Return the token of every row by the match rule, over the whole vocabulary [rows]."""
         chooser = self._graphs.chooser
         if chooser is None or self.decoder.columns is not None:
             chooser = Chooser(self._graphs.step.picks, logits.shape[1])
@@ -410,8 +419,10 @@ class GpuRunner(StepLauncher):
         return torch.cat([chooser(some, how, none, 1)[:, 0].long() for some, how in parts])
 
     def _probed(self, rows: Sequence[TensorRow], tokens: Tensor) -> Tensor | None:
-        """What the probe makes of rows and the tokens they led to; anything of a row that was made before anybody
-        asked."""
+        """Return the probe's output for rows and their tokens; None if no row has hidden states.
+
+        The output of a row without hidden states has no meaning.
+        """
         states = [None if row.states is None else row.states[row.index] for row in rows]
         like = next((state for state in states if state is not None), None)
         if self._probe is None or like is None:
@@ -422,7 +433,7 @@ class GpuRunner(StepLauncher):
     def _close(self, seq: int) -> None:
         self._chains.forget()
         if isinstance(self._ahead, Ahead):
-            self._ahead.rows.pop(seq, None)  # the others' rows stay good
+            self._ahead.rows.pop(seq, None)  # the rows of other sequences stay valid
         elif self._ahead is not None and self._ahead.seq == seq:
             self._ahead = None
         super()._close(seq)
@@ -431,12 +442,12 @@ class GpuRunner(StepLauncher):
 def _judged(
     trials: Sequence[Trial], at: Sequence[Sequence[int]], results: np.ndarray, said: dict[int, int] | None
 ) -> list[Judged]:
-    """Make verdicts of results; notes what each sequence says, where a step was started that presumes it."""
+    """Make verdicts of results; `said` gets each sequence's token, for the step that was started ahead."""
     numbers, found = results[:, : CONFIDENCE + 1].tolist(), []
     for trial, (root, *nodes) in zip(trials, at, strict=True):
         path = tuple([index for index, row in enumerate(nodes) if numbers[row][1]])
         way = [numbers[root], *(numbers[nodes[index]] for index in path)]
-        # a row whose logits are not all finite has no confidence
+        # the confidence of a row is NaN if its logits are not all finite
         token = NO_TOKEN if math.isnan(sum(row[CONFIDENCE] for row in way)) else int(way[-1][0])
         found.append(Judged(path, token))
         if said is not None:

@@ -1,8 +1,7 @@
-"""The three small functions between a layer's products, shared by all layers: each is one kernel on a GPU, through
-torch.compile.
+"""The three small functions between a layer's products; torch.compile makes each one GPU kernel.
 
-Owns their arithmetic and whether they are compiled. Invariant: they wait for nothing, and their shapes follow from the
-bucket alone.
+Owns their arithmetic, and whether they are compiled. Invariant: they never wait for the device, and the bucket alone
+decides their shapes.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from specbranch.models.forward import rope
 
 log = logging.getLogger("specbranch")
 
-COMPILATIONS = 256  # of a function: one for each shape of a model and each number of rows
+COMPILATIONS = 256  # of a function, at most: one for each model shape and each number of rows
 
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """The functions as a device runs them."""
+    """The three functions, compiled or plain."""
 
     turned: Callable[..., Tensor]
     added: Callable[..., tuple[Tensor, Tensor]]
@@ -37,16 +36,15 @@ class Small:
 def turned(
     qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor
 ) -> Tensor:
-    """Turn queries and keys, write keys and values to their KV slots; returns the queries [rows, heads, head_dim].
+    """Rotate queries and keys, and write keys and values to their KV slots; returns queries [rows, heads, head_dim].
 
-    `pages` [pages, PAGE, 2, kv_heads, head_dim] is written to as it was given: a view made in here would be copied when
-    compiled.
+    `pages`: [pages, PAGE, 2, kv_heads, head_dim]. The caller makes this view: compiled code would copy one made here.
     """
     kv_heads, head_dim = pages.shape[-2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     normed = heads if norm is None else rms_norm(heads, (head_dim,), eps=eps) * pad(norm, (0, 0, 0, kv_heads))
     all_turned = rope.turn(normed, cos, sin)
-    # Values are turned for nothing and chosen as they were: a cat of keys and values would be a kernel of its own.
+    # Values are rotated in vain, and taken as they were: a `cat` of keys and values would be another kernel.
     is_value = torch.arange(2 * kv_heads, device=qkv.device)[:, None] >= kv_heads
     both = torch.where(is_value, heads[:, -2 * kv_heads :], all_turned[:, -2 * kv_heads :])
     at = slots.long()
@@ -55,7 +53,7 @@ def turned(
 
 
 def added(x: Tensor, more: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the sum, and the sum normed."""
+    """Return x + more, and its norm."""
     x = x + more
     return x, rms_norm(x, (x.shape[-1],), norm, eps)
 
@@ -83,12 +81,12 @@ def _compiled() -> Small:
 
 
 class _Compiled:
-    """A function through torch.compile, and as it is from the first failure on."""
+    """A function compiled by torch.compile; after the first failure it runs uncompiled."""
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         self._plain = plain
-        # Shapes are never left open: sums over an open width are slow, and rows come in few numbers. Nothing is tried
-        # out either: that would make a copy of all pages, and a row's bits a matter of chance.
+        # No dynamic shapes: sums over a dynamic width are slow, and there are few numbers of rows. No autotuning: it
+        # would copy all pages, and a row's bits would depend on its timings.
         options: dict[str, str | int | bool | Callable[..., Any]] = {"triton.autotune_pointwise": False}
         self._now: Callable[..., Any] = torch.compile(plain, dynamic=False, fullgraph=True, options=options)
 
@@ -97,7 +95,7 @@ class _Compiled:
             return self._plain(*given)
         try:
             return self._now(*given)
-        except Exception as reason:  # whatever a compiler may raise
+        except Exception as reason:  # compilers raise errors of all kinds
             log.warning(
                 "A step's %s runs uncompiled, which is slow: %s: %s",
                 self._plain.__name__,

@@ -1,8 +1,8 @@
 """A decoder's forward over a packed step, and the CUDA graphs that replay it.
 
-Owns the order of operations and the memory that graphs read and write. Invariant: a step waits for nothing, and its
-shapes and addresses follow from its bucket alone. One stream runs a model's steps; what a run returns stands until the
-next one.
+Owns the order of operations, and the memory that graphs read and write. Invariant: a step never waits for the device,
+and its bucket alone decides its shapes and addresses. One stream runs a model's steps; the results of a run are valid
+until the next one.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from specbranch.models.gpu.trees import DeviceTree, growing_bucket
 log = logging.getLogger("specbranch")
 
 GRAPHS_VARIABLE = "SPECBRANCH_GRAPHS"  # 0: run steps without graphs
-WARM_UPS = 2  # runs before a capture: they compile, and choose how to multiply
+WARM_UPS = 2  # runs before a capture, in which kernels are compiled and cuBLAS chooses its algorithms
 MOST_GRAPHS = 64
 PINNED_ROWS = 16
-# a bucket, the number of tapped layers, that of best entries, and whether a tree grows by them
+# bucket, number of layers whose hidden states are returned, number of best entries, True if a tree grows by them
 StepKind = tuple[Bucket, int, int, bool]
 
 
 class GpuStep:
-    """A decoder over one memory of pages, whose last page is spare."""
+    """A decoder's forward over one KV memory, whose last page is for padding."""
 
-    lasting = False  # whether logits lie where the next forward of as many rows leaves its own, and no other
-    moves = False  # whether a forward makes the moves that come with its step
+    lasting = False  # True if logits have their own memory, which only the next forward of as many rows overwrites
+    moves = False  # True if a forward makes the moves that come with its step
     most_rows = MOST_STEP_ROWS
-    least = SMALLEST_BUCKET  # how large a step's bucket is at the least
+    least = SMALLEST_BUCKET  # smallest bucket of a step
 
     def __init__(
         self, decoder: Decoder, memory: Memory, attend: Attend | None = None, small: Small | None = None
@@ -66,14 +66,14 @@ class GpuStep:
         self._written = [memory.data[:, index].permute(0, 3, 1, 2, 4) for index in range(arch.layers)]
         norms = [layer.attention_norm for layer in decoder.layers]
         self._next_norms = (*norms[1:], decoder.norm)
-        # what rows chose last; a token −1 − i stands for the i-th
+        # the tokens that rows sampled last; an input token −1 − i stands for that of row i
         self.picks = torch.zeros(MOST_STEP_ROWS, dtype=torch.int32, device=device)
 
     def pin(self, pages: int) -> None:
-        """Have steps always as wide as this, up to so many pages.
+        """Give all steps the same number of rows, and up to this many pages.
 
-        torch's products sum in an order that hangs on how many rows there are, its plain attention on how many pages:
-        where both are always the same, a row's bits hang on no other row.
+        The order of sums in torch's products depends on the number of rows, in its plain attention on that of pages. If
+        both are always the same, a row's bits do not depend on other rows.
         """
         if self.memory.data.device.type == "cuda":
             self.most_rows = PINNED_ROWS
@@ -84,10 +84,10 @@ class GpuStep:
             )
 
     def forward(self, step: Views, tapped: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Run all layers, writing the pages; returns logits [rows, vocabulary or columns] and hidden states of the
-        tapped layers.
+        """Run all layers and write keys and values; returns logits [rows, vocabulary or columns] and hidden states.
 
-        Those are what enters the last `tapped` - 1 layers, and the last of all, normed, side by side.
+        `tapped`: how many last layers' outputs to return, side by side. The output of the last layer is normed; those
+        of the others are the inputs of the layers after them.
         """
         decoder, seen = self.decoder, list[Tensor]()
         eps, untapped = decoder.arch.rms_eps, len(decoder.layers) - tapped + 1
@@ -106,18 +106,17 @@ class GpuStep:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a step gave; it stands until the next one."""
+    """The results of a step, valid until the next one."""
 
     logits: Tensor  # [the bucket's rows, vocabulary or columns]
-    states: Tensor | None  # hidden states of some last layers, side by side
-    results: Tensor | None  # what was chosen, see `choice.Choice`
+    states: Tensor | None  # hidden states of the last layers, side by side
+    results: Tensor | None  # sampled tokens and more, see `choice.Chooser`
 
 
 class Graphs:
-    """The steps of one model, captured when a kind of step is first met; without graphs, the same forward.
+    """The CUDA graphs of one model's steps, captured when a kind of step first occurs.
 
-    A kind is a bucket, how many layers are tapped, and how many best entries of a row are wanted. The least recently
-    used are dropped.
+    See `StepKind`. The least recently used graphs are dropped. Without graphs the same forward runs directly.
     """
 
     def __init__(
@@ -129,37 +128,37 @@ class Graphs:
         self.captures = wanted and self._device.type == "cuda"
         self._step.pin(power_of_two(most_pages))
         largest = Bucket(MOST_STEP_ROWS, MOST_STEP_ROWS, max(power_of_two(most_pages), SMALLEST_BUCKET.pages))
-        # where graphs read a packed step
+        # the packed step that graphs read
         self.input = torch.zeros(packed_size(largest), dtype=torch.int32, device=self._device)
         self.chooser = chooser
         self.tree: DeviceTree | None = None
-        self._outs: dict[int, Tensor] = {}  # by tapped layers; 0: logits
+        self._outs: dict[int, Tensor] = {}  # by number of layers with hidden states; 0: logits
         self._graphs: OrderedDict[StepKind, tuple[torch.cuda.CUDAGraph, Ran]] = OrderedDict()
         if self.captures:
             self._pool = torch.cuda.graph_pool_handle()
-            # Of its own: graphs captured on one stream share cuBLAS' workspace.
+            # A stream for captures only: graphs captured on one stream share cuBLAS' workspace.
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
     def step(self) -> GpuStep:
-        """What is captured."""
+        """The forward that is captured."""
         return self._step
 
     def choose_with(self, chooser: Chooser) -> None:
-        """Have tokens chosen by another chooser from now on."""
+        """Sample with another chooser from now on; drops all graphs."""
         self._graphs.clear()
         self.chooser = chooser
 
     def run(self, packed: np.ndarray | Tensor, bucket: Bucket) -> Tensor:
-        """Bring a packed step, and return its logits."""
+        """Copy a packed step up, run it, and return its logits."""
         self.bring(packed)
         return self.run_brought(bucket).logits
 
     def run_brought(self, bucket: Bucket, layers: int = 0, count: int = 0, grows: bool = False) -> Ran:
-        """Run the step that lies in `input`: tap so many last layers, and choose so many best entries of every row; of
-        0 none.
+        """Run the step in `input`.
 
-        `grows`: the tree grows by what is chosen, and the step that follows is left in `input`.
+        `layers`: how many last layers' hidden states to return. `count`: how many best entries of every row to return;
+        0: sample nothing. `grows`: the tree grows by the results, and its next step is written to `input`.
         """
         kind = (bucket, layers, count, grows)
         if not self.captures:
@@ -177,11 +176,11 @@ class Graphs:
         return ran
 
     def bring(self, packed: np.ndarray | Tensor) -> None:
-        """Copy a packed step to where graphs read it, without waiting."""
+        """Copy a packed step to `input`, asynchronously."""
         if isinstance(packed, np.ndarray):
             host = torch.from_numpy(packed)
             packed = host.new_empty(host.shape, pin_memory=True).copy_(host) if self._device.type == "cuda" else host
-        # torch keeps pinned memory until the copy is done
+        # torch does not reuse pinned memory before the copy is done
         self.input[: packed.shape[0]].copy_(packed, non_blocking=True)
 
     def _forward(self, bucket: Bucket, layers: int, count: int, grows: bool) -> Ran:
@@ -195,12 +194,11 @@ class Graphs:
         return Ran(logits, states, results)
 
     def _captured(self, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, Ran]:
-        """Capture a kind of step, on one of padding alone: what moves or goes on from what was chosen must happen
-        once."""
+        """Capture a kind of step, on a step of padding alone: moves and tree growth must not happen twice."""
         size = f"{kind[0].rows} rows in {kind[0].groups} groups over {kind[0].pages} pages"
         log.info("Capturing a step of %s.", size)
         changed = [self.input, self._step.picks, *([self.tree.state] if self.tree is not None else [])]
-        begun, held = time.perf_counter(), [tensor.clone() for tensor in changed]
+        start, before = time.perf_counter(), [tensor.clone() for tensor in changed]
         try:
             if self.tree is not None:
                 self.tree.clear()
@@ -212,22 +210,22 @@ class Graphs:
                     if lasting is not None and made is not None and lasting.data_ptr() != made.data_ptr():
                         lasting.copy_(made)
         finally:
-            for tensor, before in zip(changed, held, strict=True):
-                tensor.copy_(before)
+            for tensor, saved in zip(changed, before, strict=True):
+                tensor.copy_(saved)
             if self.tree is not None:
                 self.tree.forget_reported()
         log.info(
             "Captured a step of %s, %d layers tapped, %d chosen, in %.2f s.",
             size,
             *kind[1:3],
-            time.perf_counter() - begun,
+            time.perf_counter() - start,
         )
         return graph, ran
 
     def _warmed_up(self, kind: StepKind) -> Ran:
-        """Run a step as it will be captured; returns where its results are to be.
+        """Run a step as it will be captured; returns the tensors that will take its results.
 
-        Results have memory of their own: what is left in the graphs' own, another graph's replay would overwrite.
+        Results have their own memory: in the graphs' pool another graph's replay would overwrite them.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the packed step comes from there
         with torch.cuda.stream(self._stream):

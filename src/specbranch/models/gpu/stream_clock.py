@@ -1,8 +1,8 @@
-"""When a stream came to a point in its work, in the host's seconds.
+"""Times at which a CUDA stream reached points of its work, in the host's seconds.
 
-Owns the tie between a device's events and the host's clock: it is tied anew whenever a moment is noted while the stream
-rests, since then both clocks are at it; so neither drift nor the coarse count of an old tie matters. Invariant: noting
-a moment waits for nothing, nor does asking for it.
+Owns the relation between device events and the host's clock. It is renewed whenever a moment is noted while the stream
+is idle, as then both clocks show the same moment; so drift does not matter. Invariant: neither noting a moment nor
+reading it waits for the device.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Callable
 
 import torch
 
-DeviceMoment = Callable[[], float]  # in the seconds of time.perf_counter; asked too early it says: now
+DeviceMoment = Callable[[], float]  # in seconds of time.perf_counter; before the moment has come it returns now
 
 
 class StreamClock:
-    """Notes moments of one stream."""
+    """The clock of one stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        """Tie the clocks; the stream is new, so it rests."""
+        """Relate both clocks; the stream is new, so it is idle."""
         self._stream = stream
         self._tie = self._recorded(), time.perf_counter()
 
     def note(self) -> DeviceMoment:
-        """Note the moment at which the stream has done all it was given so far."""
+        """Note the moment at which the stream has done all work given to it so far."""
         resting = self._stream.query()
         event = self._recorded()
         if resting:

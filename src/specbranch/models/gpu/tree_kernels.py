@@ -1,9 +1,8 @@
-"""The Triton kernel by which a tree grows on a device: `core.trees.GrowingTree`'s arithmetic on arrays, in float64, in
-the same order.
+"""The Triton kernel that grows a draft tree on a device: the arithmetic of `core.trees.GrowingTree` on float64 arrays.
 
-One program of one warp: what is to be read next is chosen between two steps of a draft, in some microseconds.
-Invariant: the same trees come of it as of `DeviceTree._plainly`. Needs Triton, so nobody imports it but `trees`, when
-it is asked to.
+It is one program of one warp, which chooses the nodes of the next step between two draft steps, in some microseconds.
+Invariant: it grows the same trees as `DeviceTree._plainly`, in the same order of operations. The module needs Triton,
+so only `trees.py` imports it, when it uses the kernel.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -26,9 +25,9 @@ NODES, LANES, ENTRIES, MOVES = (
 )
 FIELDS, EDGES = tl.constexpr(len(tree_layout.NODE_FIELDS)), tl.constexpr(tree_layout.TREE_PARTS["edges"])
 BEFORE, CONFIDENCE, ONE, OWN, PAGE, GROUP = (tl.constexpr(n) for n in (_BEFORE, _CONFIDENCE, _ONE, _OWN, _PAGE, _GROUP))
-CHUNK = tl.constexpr(8)  # nodes looked through at a time
-SMALL = tl.constexpr(256)  # nodes of a tree as most are
-BACK = tl.constexpr(2 * tree_layout.DEEPEST)  # positions of the text that a row may have in its own path
+CHUNK = tl.constexpr(8)  # nodes that are read at a time
+SMALL = tl.constexpr(256)  # size that most trees fit
+BACK = tl.constexpr(2 * tree_layout.DEEPEST)  # positions of the prefix in a row's own path, at most
 ROOT, NOWHERE = tl.constexpr(-1), tl.constexpr(2147483647)
 
 COUNT, FED, SPENT, WIDTH, TAIL, PREFIX, ASKED, STEP, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY = (
@@ -95,7 +94,7 @@ FIRST_OF, OTHER_OF, ABSENT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 @triton.jit
 def _class_of(state, said):
-    """The class of what a draft says, as `core.trees.class_of`."""
+    """Return the class of the draft's probability, as `core.trees.class_of`."""
     found = tl.zeros_like(said).to(tl.int32)
     for edge in tl.static_range(EDGES):
         found += (said >= tl.load(state + EDGE + edge)).to(tl.int32)
@@ -104,13 +103,13 @@ def _class_of(state, said):
 
 @triton.jit
 def _flat(state, kv_slot, live):
-    """Where KV slots of the sequence lie in the pool."""
+    """Translate KV slots of the sequence into KV slots of the pool."""
     return tl.load(state + PAGES_AT + kv_slot // PAGE, mask=live, other=0.0).to(tl.int32) * PAGE + kv_slot % PAGE
 
 
 @triton.jit
 def _add_candidates(state, nodes, results, across, count, now, live):
-    """Take in what the draft proposes after the nodes read last; returns how many nodes there are then."""
+    """Add the draft's proposals after the nodes of the last step; returns the new number of nodes."""
     lane = tl.arange(0, LANES)
     rank = tl.arange(0, ENTRIES)
     is_root = now == ROOT
@@ -126,7 +125,7 @@ def _add_candidates(state, nodes, results, across, count, now, live):
     here = nodes + tl.where(is_root | (live == 0), 0, now) * FIELDS
     reach = tl.where(is_root, 1.0, tl.load(here + REACH))
     depth = tl.where(is_root, 0.0, tl.load(here + DEPTH))
-    known = tl.full((LANES, ENTRIES), ROOT, tl.int32)  # what was there before: looked up
+    known = tl.full((LANES, ENTRIES), ROOT, tl.int32)  # nodes that exist already, from a lookup
     planted = tl.load(state + PLANTED).to(tl.int32)
     for begin in range(0, planted, CHUNK):
         m = begin + tl.arange(0, CHUNK)
@@ -163,7 +162,7 @@ def _add_candidates(state, nodes, results, across, count, now, live):
 
 @triton.jit
 def _weigh(state, nodes, planted, now, live):
-    """Say anew how likely those children of the nodes read last are that were looked up."""
+    """Update the probabilities of looked-up children of the last step's nodes."""
     for begin in range(0, planted, CHUNK):
         m = begin + tl.arange(0, CHUNK)
         at = nodes + m * FIELDS
@@ -188,7 +187,7 @@ def _weigh(state, nodes, planted, now, live):
 
 @triton.jit
 def _choose(state, nodes, count, fed, spent, SIZE: tl.constexpr):
-    """Choose what to read next, the best first, into NOW; returns how many."""
+    """Choose the nodes of the next step, best first, into NOW; returns how many."""
     n = tl.arange(0, SIZE)
     there = n < count
     at = nodes + n * FIELDS
@@ -237,7 +236,7 @@ def _choose(state, nodes, count, fed, spent, SIZE: tl.constexpr):
 
 @triton.jit
 def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across, per, pages, width, step):
-    """Write out the step that reads the nodes of NOW."""
+    """Pack the step that computes the nodes of NOW."""
     lane = tl.arange(0, LANES)
     live = lane < width
     found = tl.load(state + NOW + lane, mask=live, other=0.0).to(tl.int32)
@@ -304,7 +303,7 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
 
 @triton.jit(do_not_specialize=["across", "per", "begin", "pages"])
 def grow(state, results, packed, groups, tables, own, counts, moves, reported, across, per, begin, pages):
-    """Take in what was said of the nodes read last, choose what is read next, and write that step out."""
+    """Add the proposals of the last step, choose the nodes of the next one, and pack that step."""
     nodes = state + begin
     count = tl.load(state + COUNT).to(tl.int32)
     fed = tl.load(state + FED).to(tl.int32)

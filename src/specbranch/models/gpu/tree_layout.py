@@ -1,7 +1,6 @@
-"""How a draft tree lies in its device's memory: sizes, scalars, the fields of a node, where each part begins.
+"""The layout of a draft tree in device memory: sizes, scalars, the fields of a node, where each part begins.
 
-Owns these numbers, which the host's half (`trees`) and the kernels share. Invariant: nodes come last, so a tree that
-grows moves nothing.
+Owns these numbers, which `trees.py` and the kernels share. Invariant: nodes come last, so a growing tree moves nothing.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from specbranch.core.trees import CLASSES, EDGES, LOOKS, STANDINGS, Node
 from specbranch.models.forward.step_rows import GROUP_POSITIONS
 from specbranch.models.gpu.layout import GROUP_ROWS, most_moves
 
-DEVICE_NODES = 1024  # at most in a tree
-LANES = GROUP_ROWS  # read at a time, at most
-ENTRIES = 8  # best tokens of a row that its choice tells
-TREE_MOVES = most_moves(LANES)  # KV slots that may have to move before the first step
-DEEPEST = GROUP_POSITIONS  # below the text: so far a row's own path begins where its position says
-SHEET = 1024  # numbers that a target may have brought up with a tree
+DEVICE_NODES = 1024  # nodes of a tree, at most
+LANES = GROUP_ROWS  # nodes of a step, at most
+ENTRIES = 8  # best tokens in a row of results
+TREE_MOVES = most_moves(LANES)  # moves of KV slots before the first step, at most
+DEEPEST = GROUP_POSITIONS  # depth of a tree, at most: up to it a row's position decides where its own path begins
+SHEET = 1024  # numbers that a target may add to a tree's copy
 
 TREE_SCALARS = (
     "count", "fed", "spent", "width", "tail", "prefix", "asked", "step", "spare", "pages", "moves", "temperature",
     "noisy", "worth", "least", "free_time", "target_delay", "draft_delay", "row_price", "children", "rows", "deepest",
     "most", "lanes", "room", "planted",
 )  # fmt: skip
-# of a node; KV slot: in the tail, once it was read; known: the chances of its children, summed; row: of the step that
-# verifies it
+# Fields of a node. kv_slot: in the tail, once it is computed; known: sum of its children's probabilities; row: its row
+# in the step that verifies it.
 NODE_FIELDS = (*Node._fields, "kv_slot", "known", "row")
 LOOKED_CELLS = LOOKS * STANDINGS
 TREE_PARTS = {
@@ -33,5 +32,5 @@ TREE_PARTS = {
     "looked": LOOKED_CELLS, "odds": LOOKED_CELLS, "keys": 2 * (DEEPEST + 1), "moves": 2 * TREE_MOVES,
     "sheet": SHEET,
 }  # fmt: skip
-# where each part begins; nodes come last
+# Where each part begins; nodes come last.
 TREE_AT = dict(zip((*TREE_PARTS, "pages"), np.cumsum([0, *TREE_PARTS.values()]).tolist(), strict=True))

@@ -1,10 +1,9 @@
-"""A draft's tree that grows where its model is: what is read next is chosen on the device, and the next step written
-out there.
+"""A draft tree that grows on the device: the device chooses the next nodes, and packs the step that computes them.
 
-Owns the tree's layout in the device's memory: one array of float64, in which whole numbers are exact, so that one copy
-brings it up and one read brings it back. Invariant: what grows is what `core.trees.GrowingTree` grows from the same
-proposals, operation by operation. Two ways lead there: a Triton kernel, and that very code, which the kernel is
-compared with and which serves where there is no GPU.
+Owns the tree in device memory: one float64 array, in which integers are exact, so one copy brings it up and one read
+brings it back. There are two implementations: a Triton kernel, and `core.trees.GrowingTree` itself, which serves
+without a GPU and which the kernel is compared with. Invariant: both grow the same tree from the same proposals,
+operation by operation.
 """
 
 from __future__ import annotations
@@ -47,24 +46,24 @@ from specbranch.models.gpu.tree_layout import (
     TREE_SCALARS,
 )
 
-GROWTH_STEPS = 64  # of one growth, at most
-SILENT_SECONDS = 10.0  # seconds without a word from the device after which it is asked what happened
+GROWTH_STEPS = 64  # steps of one growth, at most
+SILENT_SECONDS = 10.0  # seconds without a report from the device before the host synchronises to see an error
 SLOT = NODE_FIELDS.index("kv_slot")
 NODE_KINDS = (np.int64, np.int64, np.float64, np.float64, np.int64, np.int64, np.float64, np.int64, np.bool_, np.bool_)
 
-# the bits of a temperature, and two keys for each position from the end of the text on; none: no noise
+# the bits of the temperature, and two noise keys for each position from the end of the text on; empty: no noise
 NoiseKeys = tuple[int, Sequence[int]]
 
 
 class DeviceTree:
-    """The one tree that grows on a model's device at a time, and the code that makes it grow by a step."""
+    """The tree that grows on a model's device, one at a time, and the code that grows it by a step."""
 
     def __init__(self, pages: int, device: torch.device, spare: int) -> None:
-        """`pages`: at most in a sequence's table; `spare`: the flat KV slot for padding."""
+        """`pages`: the longest page table; `spare`: the KV slot of the pool for padding."""
         self._device, self._spare, self.first = device, spare, TREE_AT["pages"] + pages  # where nodes begin
         self.state = torch.zeros(self.first + DEVICE_NODES * len(NODE_FIELDS), dtype=torch.float64, device=device)
         self.sheet = self.state[TREE_AT["sheet"] : TREE_AT["sheet"] + SHEET]
-        # After each step: how many nodes there are, times 32, and how many are read next.
+        # The device's report after each step: nodes of the tree times 32, plus nodes of the next step.
         self._reported = torch.full((GROWTH_STEPS + 1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._growth: Growth | None = None
 
@@ -79,8 +78,10 @@ class DeviceTree:
         noise: NoiseKeys,
         moves: np.ndarray,
     ) -> np.ndarray:
-        """Write a tree out, for a text of `prefix` tokens with so many nodes behind it and room for so many more.
-        `asked`: the row that says what follows the text; negative: that is known."""
+        """Return a tree as an array for the device, behind `prefix` tokens and `tail` nodes, with `room` for more.
+
+        `asked`: the row of results that proposes what follows the text; negative: that is known.
+        """
         growth, nodes, uncomputed = growing.growth, growing.tree.nodes, len(growing.uncomputed)
         spent = growth.seconds(0.0, min(uncomputed, len(growth.step))) if uncomputed else 0.0
         array = np.zeros(self.first + len(nodes) * len(NODE_FIELDS))
@@ -104,43 +105,42 @@ class DeviceTree:
         array[TREE_AT["moves"] + TREE_MOVES : TREE_AT["moves"] + TREE_MOVES + moves.shape[1]] = moves[1]
         if nodes:
             array[self.first :] = _numbers(nodes, growing.held)
-        if self._growth is not None:  # one that was broken off: it may have something to tell yet
+        if self._growth is not None:  # a growth that was broken off may still report
             self.forget_reported()
         self._growth = growth
         self._reported.numpy().fill(-1)
         return array
 
     def clear(self) -> None:
-        """Have no tree: then nothing grows."""
+        """Remove the tree, so that nothing grows."""
         self.state.zero_()
 
     def forget_reported(self) -> None:
-        """Forget what was told, once nothing is under way."""
+        """Forget the reports, once no step is in flight."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._reported.fill_(-1)
 
     def grow(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
-        """Take in what results say of the nodes read last, choose what is read next, and write that step to
-        `packed`."""
+        """Add the proposals of the last step, choose the nodes of the next one, and write that step to `packed`."""
         (self._by_kernel if self._device.type == "cuda" else self._plainly)(results, packed, bucket)
 
     def reported(self, step: int) -> tuple[int, int]:
-        """Wait for a step; returns how many nodes there are, and how many are to be read next."""
+        """Wait for a step; returns the nodes of the tree, and the nodes of the next step."""
         said = wait_for(self._reported.numpy(), step, self._device)
         return said >> 5, said & 31
 
     def held(self, count: int) -> Tensor:
-        """What has to be read back of a tree with so many nodes."""
+        """Return the part of the array that has to be read back for a tree of `count` nodes."""
         return self.state[: self.first + count * len(NODE_FIELDS)]
 
     def nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
-        """The nodes of what was read back, and their KV slots in the tail."""
+        """Return the nodes of an array that was read back, and their KV slots in the tail."""
         self._growth = None
         return self._nodes(read)
 
     def nodes_now(self) -> list[Node]:
-        """The nodes as they are, where that is the host's own memory."""
+        """Return the current nodes; only if the array is in host memory."""
         state = self.state.numpy()
         return self._nodes(state[: self.first + int(state[TREE_SCALARS.index("count")]) * len(NODE_FIELDS)])[0]
 
@@ -163,7 +163,7 @@ class DeviceTree:
         )  # fmt: skip
 
     def _plainly(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
-        """Do the same by the tree's own code, on the host."""
+        """Do as `grow` with `GrowingTree`, on the host."""
         state, growth = self.state.numpy(), self._growth
         assert growth is not None
         now = dict(zip(TREE_SCALARS, state[: len(TREE_SCALARS)].tolist(), strict=True))
@@ -204,7 +204,7 @@ class DeviceTree:
         self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], kv_slots: list[int],
         now: Mapping[str, float], with_moves: bool,
     ) -> None:  # fmt: skip
-        """Write out the step that reads some nodes."""
+        """Pack the step that computes some nodes."""
         state, prefix, count = self.state.numpy(), int(now["prefix"]), len(nexts)
         table = Table(Pool(0), state[TREE_AT["pages"] : TREE_AT["pages"] + int(now["pages"])].astype(int).tolist())
         rows = Rows(
@@ -231,19 +231,19 @@ class DeviceTree:
 
 
 def wait_for(numbers: np.ndarray, at: int, device: torch.device) -> int:
-    """Wait for a number that a device writes to memory of the host, where there was a negative one."""
+    """Wait until a device replaces a negative number in host memory, and return the new one."""
     begun = None
     while (said := int(numbers[at])) < 0:
         begun = begun or time.monotonic()
         if time.monotonic() - begun > SILENT_SECONDS:
-            torch.cuda.synchronize(device)  # says what went wrong, or was only slow
+            torch.cuda.synchronize(device)  # raises the device's error, if there is one
             if int(numbers[at]) < 0:
                 raise RuntimeError("the device did not say what it reads next")
     return said
 
 
 def growing_bucket(kv_slots: int, least: Bucket) -> Bucket:
-    """The bucket of all steps that grow a tree behind so many KV slots."""
+    """Return the bucket of all steps of a tree behind this many KV slots."""
     return Bucket(max(LANES, least.rows), 1, max(power_of_two(-(-kv_slots // PAGE)), least.pages))
 
 
@@ -254,7 +254,7 @@ def _growing_tree(nodes: list[Node]) -> GrowingTree:
 
 
 def _seen(nodes: Sequence[Node], kv_slots: Sequence[int], n: int) -> int:
-    """The nodes of the tail that a node sees, itself included, as bits."""
+    """Return the nodes of the tail that a node sees, itself included, as bits."""
     bits = 0
     while n != ROOT:
         bits |= 1 << kv_slots[n]
@@ -263,14 +263,14 @@ def _seen(nodes: Sequence[Node], kv_slots: Sequence[int], n: int) -> int:
 
 
 def _candidates(result: list[float], children: int) -> tuple[list[int], list[float]]:
-    """The tokens that a row of results proposes, and what the draft itself gives each."""
+    """Return the tokens that a row of results proposes, and the draft's probability of each."""
     confidence, tokens, scores = result[CONFIDENCE], result[BEFORE : BEFORE + ENTRIES], result[BEFORE + ENTRIES :]
     possible = [(int(token), score) for token, score in zip(tokens, scores, strict=True) if score > -np.inf][:children]
     return [token for token, _ in possible], [confidence * exp(score - scores[0]) for _, score in possible]
 
 
 def _numbers(nodes: Sequence[Node], kv_slots: Mapping[int, int]) -> np.ndarray:
-    """Nodes as numbers, with their KV slots and what is known of their children."""
+    """Return nodes as numbers, with their KV slots and the sums of their children's probabilities."""
     count, fields = len(nodes), len(Node._fields)
     known = [0.0] * count
     for node in nodes:

@@ -1,7 +1,7 @@
-"""In which precision a model computes, and how its matrices are stored beside it.
+"""The precision that a model computes in, and the types that its matrices, keys and values are stored in.
 
-Owns which of the two go together where, and what is said of it. Invariant: what is agreed on here can be multiplied
-where it is to run.
+Owns which combinations run on which device, and the errors for the others. Does not own the storage formats
+(`files/matrix.py`, `files/blocks.py`). Invariant: a device has a product for every combination that is returned here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from specbranch.models.files.weights import Weights
 log = logging.getLogger("specbranch")
 
 
-def agreed(
+def resolve_precision(
     dtype: str | torch.dtype | None, weights: WeightsName | None, device: torch.device
 ) -> tuple[torch.dtype, WeightsName | None]:
-    """Return the precision to compute in, and how matrices are stored; nothing: in that precision.
+    """Return the precision to compute in, and how matrices are stored; None: in that precision.
 
-    Nothing asked for: float32 on a CPU, bfloat16 elsewhere, unless the weights are floats that only go with their own
-    precision.
+    If `dtype` is None, the precision is float32 on a CPU and bfloat16 elsewhere. Float weights that the device cannot
+    multiply in that precision are the exception: the model computes in their type.
     """
     usual, asked = torch.float32 if device.type == "cpu" else torch.bfloat16, _dtype(dtype)
     if weights is None or weights in ("int8", "int4"):
@@ -55,20 +55,20 @@ def agreed(
     )
 
 
-def usual_storage(source: TensorSource, device: torch.device) -> WeightsName | None:
-    """How matrices are stored where nothing is asked for: on a CPU as they are, if they lie in blocks."""
+def default_weight_storage(source: TensorSource, device: torch.device) -> WeightsName | None:
+    """Return how matrices are stored by default: on a CPU GGUF blocks stay as they are; None: in the dtype."""
     kinds = stored_kinds(source) if isinstance(source, GgufFile) else {}
     return "stored" if kinds and runs_blocks(device, [FORMS[kind][0] for kind in kinds]) else None
 
 
-def kept_in(asked: str | None, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return what keys and values are stored in, if that is not what is computed in, or say what cannot be."""
+def resolve_cache_dtype(asked: str | None, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return the type of keys and values, None if it is `dtype`; raise a BadParameter if the device lacks it."""
     if asked is None or asked == name_of(dtype):
         return None
     kinds = {"bfloat16": torch.bfloat16, "int8": torch.int8}
     if asked not in kinds:
-        told = f"expected {', '.join(kinds)}, or {name_of(dtype)} as it is computed in"
-        raise BadParameter(f"cache_dtype is {asked!r}; {told}.")
+        expected = f"expected {', '.join(kinds)}, or {name_of(dtype)} as it is computed in"
+        raise BadParameter(f"cache_dtype is {asked!r}; {expected}.")
     if device.type != "cpu":
         raise BadParameter(
             f"cache_dtype is {asked!r}, but on {device} keys and values are stored in {name_of(dtype)}, as it computes."
@@ -77,8 +77,8 @@ def kept_in(asked: str | None, dtype: torch.dtype, device: torch.device) -> torc
     return kinds[asked]
 
 
-def refuse_floats(source: TensorSource) -> None:
-    """Raise unless a file stores matrices in blocks that can be multiplied as they are."""
+def require_blocks(source: TensorSource) -> None:
+    """Raise a BadParameter unless the file is a GGUF file with matrices in blocks that have a CPU kernel."""
     if not isinstance(source, GgufFile) or not stored_kinds(source):
         raise BadParameter(
             f"weights is 'stored', but {source.name} is no GGUF file with matrices in any of {', '.join(FORMS)}. Leave "
@@ -86,8 +86,8 @@ def refuse_floats(source: TensorSource) -> None:
         )
 
 
-def alike(dtype: torch.dtype | None, weights: WeightsName | None, runner: str) -> torch.dtype | None:
-    """Return the precision for a runner that stores matrices in no other, or say what it cannot do."""
+def resolve_single_dtype(dtype: torch.dtype | None, weights: WeightsName | None, runner: str) -> torch.dtype | None:
+    """Return the precision of a runner that stores matrices in the type it computes in; refuse all other `weights`."""
     if weights is None or (dtype is not None and weights == name_of(dtype)):
         return dtype
     own = None if weights in ("int8", "int4", "stored") or dtype is not None else getattr(torch, weights)
@@ -100,8 +100,8 @@ def alike(dtype: torch.dtype | None, weights: WeightsName | None, runner: str) -
     )
 
 
-def tell(weights: Weights, asked: WeightsName | None, device: torch.device) -> None:
-    """Say what was made of int4, where that is not what one might expect."""
+def warn_about_int4(weights: Weights, asked: WeightsName | None, device: torch.device) -> None:
+    """Warn if int4 was asked for and some matrices are in int8, or if the device has no int4 kernel."""
     if asked != "int4":
         return
     kinds = [matrix.stored for matrix in weights.matrices]
@@ -117,7 +117,7 @@ def tell(weights: Weights, asked: WeightsName | None, device: torch.device) -> N
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A precision's name."""
+    """Return the name of a type, as in options: float32, bfloat16, int8 … ."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,8 +1,7 @@
-"""Runners on torch: rows of logits on a device, turned into tokens there, and hidden states for those who foretell from
-them.
+"""The base class of all runners on torch: their sampler, their vocabulary limit, and hidden states for a probe.
 
-Owns what torch runners have in common: their sampler, the probe of hidden states, the limit of what may be said. A
-runner adds how it reads. Invariant: hidden states are computed for a forward that was asked for them, and for no other.
+Owns what torch runners have in common. Subclasses own the forward and the KV cache. Invariant: a forward returns hidden
+states only if it was asked for them.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from specbranch.models.sampling.logit_rows import TensorRow
 from specbranch.models.sampling.noise_rows import shared_noise
 from specbranch.models.sampling.sampler import TorchSampler
 
-# Tokens of a prompt in one forward, by the kind of device: what a round reads of it beside the rows of others, who wait
-# for that. A GPU reads 256 in little more time than a few. On a CPU time grows with each, and BLAS is the slower the
-# fewer there are: at 64 it has four fifths of its speed at 256. Compiled code has its own size, see `native`.
+# Prefill chunk in tokens, by the kind of device. The decode rows of other sequences in the same round wait for it.
+# A GPU computes 256 tokens in little more time than a few. On a CPU time is proportional to tokens, and BLAS is slower
+# with fewer of them: at 64 it has four fifths of its speed at 256. The compiled step has its own size, see `native`.
 PREFILL_CHUNKS = {"cpu": 64, "cuda": 256}
-ProbeNetwork = Callable[[Tensor], Tensor]  # [rows, layers·hidden + hidden] to a few numbers a row
+ProbeNetwork = Callable[[Tensor], Tensor]  # from [rows, layers·hidden + hidden] to a few numbers for each row
 
 
 class TorchRunner(RowRunner[TensorRow]):
@@ -37,7 +36,7 @@ class TorchRunner(RowRunner[TensorRow]):
         self.transfer = Transfer(device)
         self.prefill_chunk = PREFILL_CHUNKS.get(device.type, PREFILL_CHUNKS["cuda"])
         super().__init__(TorchSampler(vocabulary, shared_noise(), self.transfer))
-        self._tapped = 0  # layers whose hidden states the rows of the next forward carry
+        self._state_layers = 0  # how many layers' hidden states the next forward returns with its rows
         self._probe: tuple[int, ProbeNetwork] | None = None
 
     @property
@@ -51,54 +50,58 @@ class TorchRunner(RowRunner[TensorRow]):
         raise NotImplementedError
 
     def limit(self, vocabulary: int) -> None:
-        """Never say a token from this id on, as one that is unknown to the other model."""
+        """Never sample a token with this id or a higher one, as the other model does not know it."""
         self.sampler = TorchSampler(vocabulary, shared_noise(), self.transfer)
 
     def probe(self, layers: int, network: ProbeNetwork | None) -> None:
-        """Have verdicts carry what a network makes of the last layers' hidden states, and of the input embedding of
-        the verdict's token."""
+        """Attach the output of a network to every verdict; None: no longer.
+
+        Its input is the hidden states of the last layers and the input embedding of the verdict's token.
+        """
         self.check_layers(layers)
         self._probe = None if network is None else (layers, network)
 
     def show(self, work: Sequence[Feed], layers: int) -> Tensor:
-        """Read new nodes, and return the hidden states of the last layers [nodes, layers·hidden], the last of them
-        normed."""
+        """Compute new nodes, and return the hidden states of the last layers [nodes, layers·hidden].
+
+        Those of the last layer are normed.
+        """
         self.check_layers(layers)
-        with self._tapping(layers):
+        with self._returning_states(layers):
             rows = [row for made in self.score(work) for row in made]
         return torch.stack([row.states[row.index] for row in rows if row.states is not None])
 
     def check_layers(self, layers: int) -> None:
-        """Raise a ModelError unless the hidden states of so many layers can be had."""
+        """Raise a ModelError unless the model can return the hidden states of this many layers."""
         raise NotImplementedError
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
-        """The input embeddings of tokens [tokens, hidden]."""
+        """Return the input embeddings of tokens [tokens, hidden]."""
         raise NotImplementedError
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
-        """Read new nodes, and judge when the verdicts are called for."""
-        with self._tapping(self._wanted(work)):
+        """Compute new nodes; the returned verdicts judge them when they are called."""
+        with self._returning_states(self._wanted(work)):
             return super().verify(work, trials)
 
     def _wanted(self, work: Sequence[Feed]) -> int:
-        """How many layers' hidden states a verification is asked for."""
+        """Return how many layers' hidden states a verification needs: 0 unless a request wants forecasts."""
         return self._probe[0] if self._probe and any(self._requests[item.seq].wants_forecast for item in work) else 0
 
     @contextmanager
-    def _tapping(self, layers: int) -> Iterator[None]:
-        """Have the rows of a forward carry the hidden states of the last layers; of 0 layers, none."""
-        self._tapped = layers
+    def _returning_states(self, layers: int) -> Iterator[None]:
+        """Within this context forwards return the hidden states of the last layers; of 0 layers, none."""
+        self._state_layers = layers
         try:
             yield
         finally:
-            self._tapped = 0
+            self._state_layers = 0
 
     @torch.inference_mode()
     def _said(self, seq: int, node: int, token: int) -> tuple[float, ...] | None:
-        """What the probe makes of a row; nothing of one that was made before anybody asked."""
+        """Return the probe's output for a row; None if the row was computed without hidden states."""
         row = self._rows[seq][node]
         if self._probe is None or row.states is None:
             return None
-        seen = torch.cat((row.states[row.index], self.embedded((token,))[0]))
-        return tuple(self._probe[1](seen[None])[0].tolist())
+        features = torch.cat((row.states[row.index], self.embedded((token,))[0]))
+        return tuple(self._probe[1](features[None])[0].tolist())

@@ -1,10 +1,9 @@
-"""A Runner over any causal language model of transformers: for architectures the native decoder does not know, and as a
-cross-check.
+"""A Runner over any causal language model of transformers: for architectures that the native decoder does not know.
 
-Owns the caches of its sequences. A path of the tail continues one cache; a node whose parent is not the end of a path
-gets a copy of the cache, cut behind that parent. So the model only ever sees plain chains, and needs no mask and no
-positions from here. Invariant: every node of the tail lies on a path, and a path's cache holds the prefix and the
-path's nodes, nothing else.
+Tests compare the native runner with it. Owns the KV caches of its sequences, one `DynamicCache` for each path of a
+tail. A node whose parent is not the end of a path gets a copy of the cache, cut behind that parent. So the model only
+sees plain chains, and needs no mask and no positions from here. Invariant: every node of the tail lies on a path, and a
+path's cache holds exactly the prefix and the path's nodes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from specbranch.models.files.sources import made_model
 from specbranch.models.runners.torch_runner import TorchRunner
 from specbranch.models.sampling.logit_rows import TensorRow, rows_of
 
-# relative difference of logits taken for rounding; coarser types: ROUGH
+# Largest relative difference of logits that counts as rounding, by type; ROUGH for all other types.
 SAME = {torch.float32: 0.01, torch.float64: 0.01}
 ROUGH = 0.2
 SPREADING = Extra("accelerate", "transformers", "Spreading a model over several GPUs")
@@ -49,11 +48,11 @@ def load_transformers(
     shorten: bool = False,
     spread: bool = False,
 ) -> TransformersRunner:
-    """Load a local folder, a GGUF file or a Hub id; without `context_length` the model's own is used, cut to its
-    attention window.
+    """Load a local folder, a GGUF file or a Hub id; no code from it is executed.
 
-    Nothing from the model's folder is executed. float32 on a CPU and bfloat16 elsewhere, unless `dtype` says otherwise.
-    `spread`: over all GPUs of this machine, layer by layer.
+    `context_length`: None: the model's own, cut to its attention window. `dtype`: None: float32 on a CPU, bfloat16
+    elsewhere. `shorten`: cut `context_length` to the model's own instead of refusing it. `spread`: distribute the
+    layers over all GPUs of this machine.
     """
     device = torch.device("cuda" if spread else device)
     if spread:
@@ -73,7 +72,7 @@ def load_transformers(
 
 
 def _check_spreading() -> None:
-    """Raise unless a model can be spread here."""
+    """Raise unless accelerate is installed and torch sees several GPUs."""
     SPREADING.require("or leave out --device-map")
     if (count := torch.cuda.device_count()) < 2:
         found = "one GPU" if count else "no GPU"
@@ -83,7 +82,10 @@ def _check_spreading() -> None:
 
 
 def _check_spread(model: PreTrainedModel, name: str) -> None:
-    """Raise unless all of a model lies on GPUs: what accelerate leaves to the host is fetched anew for every token."""
+    """Raise a ModelError unless all layers lie on GPUs.
+
+    What accelerate leaves on the host is copied to a GPU again for every token.
+    """
     devices: dict[str, Any] = getattr(model, "hf_device_map", {})
     left_out = sorted({str(at) for at in devices.values()} & {"cpu", "disk", "meta"})
     if left_out:
@@ -95,7 +97,7 @@ def _check_spread(model: PreTrainedModel, name: str) -> None:
 
 @dataclass(slots=True)
 class _CachedPath:
-    """A chain of nodes from the root, and the cache that has read the prefix and them."""
+    """A path of the tail, and the KV cache of the prefix and this path."""
 
     cache: DynamicCache = field(default_factory=DynamicCache)
     path: list[int] = field(default_factory=list)
@@ -103,11 +105,13 @@ class _CachedPath:
 
 @dataclass(slots=True)
 class _Sequence:
+    """An open sequence, and the KV caches of its paths."""
+
     slots: Slots
     cached_paths: list[_CachedPath] = field(default_factory=lambda: [_CachedPath()])
 
     def cached_at(self, node: int) -> _CachedPath:
-        """Return a path that ends at `node`, branching one off where there is none."""
+        """Return the cached path that ends at `node`; if there is none, copy one that passes through it, cut there."""
         path = self.slots.path(node)
         passing = [cached for cached in self.cached_paths if cached.path[: len(path)] == path]
         if ending := next((cached for cached in passing if len(cached.path) == len(path)), None):
@@ -117,7 +121,11 @@ class _Sequence:
         return branch
 
     def keep(self, nodes: Sequence[int], commit: int) -> None:
-        """Keep the paths through the committed nodes as far as they are kept, none that another one goes on from."""
+        """Commit `nodes[:commit]` and keep the other nodes in the tail.
+
+        Drops paths that leave the committed nodes, and cuts the others to kept nodes. Drops a path that another goes on
+        from.
+        """
         self.slots.keep(nodes, commit)
         renumbered = {node: at - commit for at, node in enumerate(nodes)}
         kept: dict[tuple[int, ...], _CachedPath] = {}
@@ -142,7 +150,7 @@ class _Sequence:
 
 
 class TransformersRunner(TorchRunner):
-    """One transformers model with a cache for each path of each sequence; sequences take turns."""
+    """One transformers model, with a KV cache for each path of each sequence; each forward serves one path."""
 
     def __init__(
         self, model: PreTrainedModel, context_length: int, *, tail: int = TAIL, name: str = "the model"
@@ -151,8 +159,8 @@ class TransformersRunner(TorchRunner):
         self._context_length = context_length
         self.dtype = model.dtype
         self._tail = tail
-        self._held: dict[int, _Sequence] = {}
-        self._seen: set[int] = set()  # numbers of layers that were seen to be there
+        self._sequences: dict[int, _Sequence] = {}
+        self._checked_layers: set[int] = set()  # layer counts that `check_layers` has tried
         self._skips_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._vocabulary = _probe(self, name)
         super().__init__(self._vocabulary, model.device)
@@ -169,12 +177,12 @@ class TransformersRunner(TorchRunner):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model itself, to be read."""
+        """The model itself; callers must not change it."""
         return self._model
 
     def check_layers(self, layers: int) -> None:
-        """Raise a ModelError unless the hidden states of so many layers can be had, which is seen by trying."""
-        if layers == 0 or layers in self._seen:
+        """Raise a ModelError unless the model returns the hidden states of this many layers; runs one token to see."""
+        if layers == 0 or layers in self._checked_layers:
             return
         try:
             states = self._forward(DynamicCache(), (1,), output_hidden_states=True).hidden_states
@@ -190,61 +198,65 @@ class TransformersRunner(TorchRunner):
                 "asked for, all as wide as "
                 "its embedding."
             )
-        self._seen.add(layers)
+        self._checked_layers.add(layers)
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
-        """The input embeddings of tokens [tokens, hidden]."""
+        """Return the input embeddings of tokens [tokens, hidden]."""
         table: Any = self._model.get_input_embeddings().weight
         found: Tensor = table.detach()[torch.tensor(tokens, device=table.device)]
         return found
 
     def _open(self, seq: int) -> None:
-        # a tail's worth of KV slots beyond the context: a tree near the end needs more KV slots than positions
-        self._held[seq] = _Sequence(Slots(self._context_length + self._tail, self._tail))
+        # Capacity is context plus tail: a tree near the end of the context has more nodes than positions.
+        self._sequences[seq] = _Sequence(Slots(self._context_length + self._tail, self._tail))
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's KV slots, to be read."""
-        return self._held[seq].slots
+        """Return the sequence's committed prefix and the nodes of its tail; callers must not change them."""
+        return self._sequences[seq].slots
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read tokens in chunks that end at multiples of `prefill_chunk`."""
-        held = self._held[seq]
-        self._demand(len(held.slots.prefix) + len(tokens))
-        kv_slots = held.slots.extend(tokens)
+        """Prefill tokens in chunks that end at multiples of `prefill_chunk`."""
+        sequence = self._sequences[seq]
+        self._demand(len(sequence.slots.prefix) + len(tokens))
+        kv_slots = sequence.slots.extend(tokens)
         with self._forgetting(seq):
-            cache = held.cached_at(ROOT).cache
+            cache = sequence.cached_at(ROOT).cache
             for start, stop in chunks(kv_slots, self.prefill_chunk):
                 self.forward(cache, tokens[start - kv_slots.start : stop - kv_slots.start], last_row_only=True)
 
     def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
-        """Score new nodes, one forward for each unbranched run of them; one row a node."""
+        """Compute the logits of new nodes, one row for each; one forward for each chain among them."""
         for item in work:
-            self._demand(_reach(self._held[item.seq].slots, item))
-        return [self._feed(self._held[item.seq], item) for item in work]
+            self._demand(_longest_path(self._sequences[item.seq].slots, item))
+        return [self._feed(self._sequences[item.seq], item) for item in work]
 
     def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
-        self._held[seq].keep(nodes, commit)
+        self._sequences[seq].keep(nodes, commit)
 
     def _rewind(self, seq: int, length: int) -> None:
-        self._held[seq].rewind(length)
+        self._sequences[seq].rewind(length)
 
     def _close(self, seq: int) -> None:
-        del self._held[seq]
+        del self._sequences[seq]
 
     @contextmanager
     def _forgetting(self, seq: int) -> Iterator[None]:
-        """Forget a sequence whose forward did not come to its end: its caches may be half written. It will be read
-        again."""
+        """Empty the sequence if a forward in this context fails, as its caches may be half written.
+
+        The worker will compute it again.
+        """
         try:
             yield
         except BaseException:
-            self._held[seq] = _Sequence(Slots(self._context_length + self._tail, self._tail))
+            self._sequences[seq] = _Sequence(Slots(self._context_length + self._tail, self._tail))
             raise
 
     @torch.inference_mode()
     def forward(self, cache: DynamicCache, tokens: Sequence[int], last_row_only: bool = False) -> Tensor:
-        """Read tokens after those in the cache; returns their logits [tokens, vocabulary], or only the last row
-        where the model can."""
+        """Append tokens to the cache, and return their logits [tokens, vocabulary].
+
+        `last_row_only`: return the last row alone if the model can.
+        """
         options = {"logits_to_keep": 1} if last_row_only and self._skips_rows else {}
         logits: Tensor = self._forward(cache, tokens, **options).logits[0]
         return logits
@@ -254,21 +266,21 @@ class TransformersRunner(TorchRunner):
         ids = torch.tensor([tokens], device=self._model.device)
         return self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
 
-    def _made(self, cache: DynamicCache, tokens: Sequence[int]) -> list[TensorRow]:
-        if not self._tapped:
+    def _rows_with_states(self, cache: DynamicCache, tokens: Sequence[int]) -> list[TensorRow]:
+        if not self._state_layers:
             return rows_of(self.forward(cache, tokens))
-        made = self._forward(cache, tokens, output_hidden_states=True)
-        return rows_of(
-            made.logits[0], states=torch.cat([state[0] for state in made.hidden_states[-self._tapped :]], dim=-1)
-        )
+        output = self._forward(cache, tokens, output_hidden_states=True)
+        states = torch.cat([state[0] for state in output.hidden_states[-self._state_layers :]], dim=-1)
+        return rows_of(output.logits[0], states=states)
 
-    def _feed(self, held: _Sequence, item: Feed) -> list[TensorRow]:
-        nodes = held.slots.grow(item.tokens, item.parents)
+    def _feed(self, sequence: _Sequence, item: Feed) -> list[TensorRow]:
+        nodes = sequence.slots.grow(item.tokens, item.parents)
         rows: dict[int, TensorRow] = {}
         with self._forgetting(item.seq):
             for run in _runs(nodes, item.parents):
-                cached = held.cached_at(held.slots.parents[run[0]])
-                rows.update(zip(run, self._made(cached.cache, [held.slots.tokens[node] for node in run]), strict=True))
+                cached = sequence.cached_at(sequence.slots.parents[run[0]])
+                tokens = [sequence.slots.tokens[node] for node in run]
+                rows.update(zip(run, self._rows_with_states(cached.cache, tokens), strict=True))
                 cached.path.extend(run)
         return [rows[node] for node in nodes]
 
@@ -281,8 +293,10 @@ class TransformersRunner(TorchRunner):
 
 
 def _runs(nodes: range, parents: Sequence[int]) -> list[list[int]]:
-    """Cut a forest of new nodes into chains; each begins at a node that was there before or lies on an earlier
-    chain."""
+    """Cut a forest of new nodes into chains.
+
+    The parent of a chain's first node is an older node, or a node of an earlier chain.
+    """
     runs: list[list[int]] = []
     by_end: dict[int, list[int]] = {}
     for node, parent in zip(nodes, parents, strict=True):
@@ -294,8 +308,8 @@ def _runs(nodes: range, parents: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _reach(slots: Slots, item: Feed) -> int:
-    """How long the longest path of the sequence would be with these nodes."""
+def _longest_path(slots: Slots, item: Feed) -> int:
+    """Return the length that the longest path of the sequence, prefix included, has with these nodes; 0: no nodes."""
     start = len(slots.tokens)
     lengths: list[int] = []
     for parent in item.parents:
@@ -304,7 +318,7 @@ def _reach(slots: Slots, item: Feed) -> int:
 
 
 def _copy(cache: DynamicCache, length: int) -> DynamicCache:
-    """Return a cache of the first `length` tokens that shares no memory with the original."""
+    """Copy the first `length` tokens of a cache."""
     copy = DynamicCache()
     if length:
         layers: list[Any] = cache.layers
@@ -314,7 +328,7 @@ def _copy(cache: DynamicCache, length: int) -> DynamicCache:
 
 
 def _source(name: str | Path) -> tuple[str, dict[str, Any]]:
-    """Split a GGUF file into what transformers wants to be told: its folder and its file name."""
+    """Return the source and the options for `from_pretrained`; of a GGUF file that is its folder and its name."""
     path = Path(name)
     if (made := made_model(path)) is not None:
         raise ModelError(f"{name} is {made.how}: its weights are made by the native runner alone. Use --runner native.")
@@ -331,7 +345,7 @@ def _loaded(factory: Any, source: str, options: dict[str, Any], name: str | Path
     try:
         return factory.from_pretrained(source, **options)
     except Exception as error:
-        # whatever is wrong with a download, a file or a configuration: transformers raises all kinds
+        # transformers raises errors of all kinds if a download, a file or a configuration is wrong
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ModelError(
             f"transformers cannot load {name}: {reason}. Expected a causal language model it knows."
@@ -354,7 +368,7 @@ def _checked_length(config: Any, asked: int | None, name: str, shorten: bool = F
 
 
 def _probe(runner: TransformersRunner, name: str) -> int:
-    """Return how many ids the model scores, once it has been seen to take tokens back."""
+    """Return the size of the vocabulary; raise a ModelError if the model cannot roll back its KV cache."""
     text = (1, 2, 3, 4, 5)
     cache, fresh = DynamicCache(), DynamicCache()
     try:

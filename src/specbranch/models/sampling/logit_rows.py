@@ -1,7 +1,7 @@
-"""Rows of logits as the native runner hands them out: a place in a block that one forward made.
+"""Rows of logits: references into the block of logits that one forward returned.
 
-Owns only the reference; the logits stay on their device. Invariant: a block is never written again once its rows were
-handed out.
+Owns only the reference; the logits stay on their device. Invariant: a block is never written again once rows refer to
+it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from specbranch.models.files.head_columns import Columns
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRow:
-    """One row of a block of logits [rows, vocabulary], or [rows, columns] where only some tokens are scored."""
+    """One row of a block of logits [rows, vocabulary], or [rows, columns] of a reduced head."""
 
     block: Tensor
     index: int
     columns: Columns | None = None
-    # [rows, layers·hidden]: the last layers' hidden states, where the runner was asked for them
+    # [rows, layers·hidden]: hidden states of the last layers; None: the forward was not asked for them
     states: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:
-        """The row itself [vocabulary]: a view, or a copy with −∞ for what is not scored."""
+        """The logits [vocabulary]: a view, or for a reduced head a copy with −∞ at all other tokens."""
         row = self.block[self.index]
         return row if self.columns is None else self.columns.spread(row)
 
@@ -37,15 +37,19 @@ def rows_of(block: Tensor, columns: Columns | None = None, states: Tensor | None
 
 
 def collate(rows: Sequence[TensorRow]) -> Tensor:
-    """Return the rows as one tensor [rows, vocabulary]: a view where they follow one another in one whole block,
-    else a copy."""
+    """Return the rows as one tensor [rows, vocabulary].
+
+    It is a view if the rows are consecutive rows of one block over the whole vocabulary, else a copy.
+    """
     block, columns = scored(rows)
     return block if columns is None else columns.spread(block)
 
 
 def scored(rows: Sequence[TensorRow]) -> tuple[Tensor, Columns | None]:
-    """Return the rows as one tensor of what is scored, and which tokens that is; rows that differ in this are spread
-    out first."""
+    """Return the rows as one tensor, and the tokens of its columns; None: the whole vocabulary.
+
+    Rows with different columns are spread over the whole vocabulary first.
+    """
     if not rows:
         raise ValueError("collate needs at least one row")
     block, first, columns = rows[0].block, rows[0].index, rows[0].columns

@@ -1,9 +1,8 @@
-"""Rows of the shared Gumbel noise as tensors, on a CPU made once for a position and kept for every lane, node and model
-that asks again.
+"""Rows of the shared Gumbel noise as tensors; on a CPU a cache keeps them for all lanes, nodes and models.
 
-Owns the rows and their transform; the hash itself is `core.noise`. Invariant: a row is a function of (seed, sample,
-position) and the token id alone; it is made elementwise, so neither the other rows asked for nor the length of the
-vocabulary changes its bits. Several threads may ask at once: a lock guards what is kept, and rows are made outside it.
+Owns the cache and the transform to Gumbel noise; `core/noise.py` owns the hash. Invariant: an entry depends on (seed,
+sample, position) and the token id alone. Rows are computed elementwise, so neither other rows nor the size of the
+vocabulary change their bits. The cache is thread-safe: a lock guards it, and rows are computed outside the lock.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from specbranch.models.files.head_columns import Columns
 
 DrawKey = tuple[int, int, int]  # seed, sample, position
 NoiseKey = tuple[DrawKey, Columns | None]
-NOISE_ROWS = 256  # twice the tail of a cache
-NOISE_BYTES = 16 * 2**20  # 85 rows of 49,152 tokens: more positions than a round touches
+NOISE_ROWS = 256  # rows in the cache at most: twice the tail of a sequence
+NOISE_BYTES = 16 * 2**20  # bytes of the cache at most: 85 rows of 49,152 tokens, more positions than a round touches
 
 
 class Noise:
-    """The most recently used rows of noise.
+    """A cache of the most recently used rows of noise.
 
-    Draft and target may share one, and so may engines in several threads: rows are as long as the longest vocabulary
-    asked for so far, and handed out cut to size.
+    Draft and target may share one, and so may engines in several threads. Rows are as long as the longest vocabulary
+    requested so far; callers get them cut to their own size.
     """
 
     def __init__(self, rows: int = NOISE_ROWS, most_bytes: int = NOISE_BYTES) -> None:
         self._rows = rows
         self._bytes = most_bytes
-        self._width = 0  # of whole rows
+        self._width = 0  # tokens of a whole row
         self._ids: dict[torch.device, Tensor] = {}
         self._kept: OrderedDict[NoiseKey, Tensor] = OrderedDict()
         self._lock = Lock()
@@ -55,7 +54,7 @@ class Noise:
         return self.rows([draw], vocabulary)[0]
 
     def rows(self, draws: Sequence[DrawKey], vocabulary: int) -> list[Tensor]:
-        """Return the rows of several draws, making those that are missing."""
+        """Return the rows of several draws, and compute those that are not in the cache."""
         with self._lock:
             if vocabulary > self._width:
                 self._width = vocabulary
@@ -66,8 +65,7 @@ class Noise:
     def rows_of(self, draws: Sequence[DrawKey], columns: Columns) -> list[Tensor]:
         """Return the rows of several draws for some tokens only [columns].
 
-        Where whole rows are asked for too, as by a target beside the draft, these are taken from them, and no row is
-        made twice.
+        If whole rows are in use, too, as by a target beside the draft, these are parts of them: none is computed twice.
         """
         if self._width:
             return [row.index_select(0, columns.ids) for row in self.rows(draws, columns.vocabulary)]
@@ -84,7 +82,7 @@ class Noise:
 
     def _remember(self, key: NoiseKey, row: Tensor) -> None:
         if key[1] is None and len(row) < self._width:
-            return  # another thread has asked for a longer vocabulary meanwhile
+            return  # another thread has requested a longer vocabulary in the meantime
         self._kept[key] = row
         self._kept.move_to_end(key)
         while len(self._kept) > max(1, min(self._rows, self._bytes // (4 * max(self._width, len(row))))):
@@ -93,19 +91,19 @@ class Noise:
 
 @cache
 def shared_noise() -> Noise:
-    """The rows that all samplers of this process share."""
+    """Return the cache that all samplers of this process share."""
     return Noise()
 
 
 def winner(scores: Tensor, draw: DrawKey) -> int:
     """Return argmax(scores + noise) of one row on a CPU [vocabulary], float32; ties to the lowest id.
 
-    Only tokens that can still win are given their noise, a few of them where logits differ much; where nothing can be
-    compiled, all.
+    Computes noise only for tokens that can still win: few if logits differ much. Without compiled code it computes the
+    noise of all tokens.
     """
     row = scores.numpy()
     top = int(row.argmax())
-    if not np.isfinite(row[top]):  # also what is no number; noise changes none of these
+    if not np.isfinite(row[top]):  # NaN, too: noise changes no such score
         return top
     ids = contenders(np.ascontiguousarray(row), top, keys(*draw))
     if ids is None:
@@ -121,8 +119,10 @@ def _best(
 
 
 def hashed(draw: DrawKey, ids: Tensor) -> Tensor:
-    """Return the 32 bits of each token id for a draw as int32: `core.noise.mix` in wrapping 32-bit arithmetic, 4
-    times as fast."""
+    """Return the 32 hash bits of each token id for a draw, as int32.
+
+    Computes `core.noise.mix` in wrapping 32-bit arithmetic, which is 4 times as fast.
+    """
     first, second = keys(*draw)
     bits = ids.numpy().astype(np.uint32)
     bits ^= np.uint32(first)
@@ -141,11 +141,9 @@ def _permute(x: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """Return −log E with E = −log1p(−v), v = (bits + ½)·2⁻³², in float32 without losing either end; `bits` are wrapped
-    into int32.
+    """Return −log E with E = −log1p(−v) and v = (bits + ½)·2⁻³², in float32; `bits` are wrapped into int32.
 
-    A float32 v keeps its relative precision near 0 but rounds to 1 at the other end, so there 1 − v is made from the
-    inverted bits.
+    A float32 v is precise near 0 but rounds to 1 at the other end. There 1 − v is computed from the inverted bits.
     """
     sign = bits >> 31  # −1 where v ≥ ½
     small = (bits ^ sign).float().add_(0.5).mul_(SCALE)  # min(v, 1 − v), never 0

@@ -1,10 +1,8 @@
-"""Reductions over rows of logits whose results do not depend on how many rows are reduced together.
+"""Reductions over rows of logits: argmax, the greatest entries, sorted values, sums of exponentials.
 
-Owns argmax, the leading entries, sorted values, and sums of exponentials. Invariant: every row's result is a function
-of that row alone, bit for bit. Float sums change with the order of their terms, and that order with the shape; these
-sums are of integers, hence exact.
-
-On a CPU numpy finds maxima and sorts 10 to 20 times faster than torch does, so it is used there.
+Owns how these are computed on each device. Invariant: a row's result depends on that row alone, bit for bit. A float
+sum changes with the order of its terms, and that order changes with the shape. So these sums are sums of integers,
+which are exact. On a CPU numpy computes maxima and sorts, 10 to 20 times faster than torch.
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-UNIT = 2.0**40  # the weight of the most likely token: a million others still sum without overflow
-FEW_MAXIMA = 16  # up to here, on a CPU, taking the maximum again and again beats one partial sort
+UNIT = 2.0**40  # integer weight of the most likely token: a million others still sum without overflow
+FEW_MAXIMA = 16  # on a CPU, up to this many repeated maxima are faster than one partial sort
 
 
 def argmax(x: Tensor) -> Tensor:
@@ -25,10 +23,9 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def leading(x: Tensor, count: int) -> Tensor:
-    """Return the indices of each row's `count` greatest entries, in any order, surely with its argmax (so one may occur
-    twice).
+    """Return the indices of each row's `count` greatest entries, in any order.
 
-    On a CPU those left out among equals are the highest indices.
+    The argmax is always among them, so an index may occur twice. Among equal entries a CPU returns the lowest indices.
     """
     count = min(count, x.shape[-1])
     if x.device.type != "cpu":
@@ -39,10 +36,10 @@ def leading(x: Tensor, count: int) -> Tensor:
 
 
 def _most(x: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of each row's `count` greatest entries; of those equal to the last one taken, the lowest."""
+    """Return the indices of each row's `count` greatest entries; among equal ones the lowest indices."""
     most = np.argpartition(x, x.shape[-1] - count, axis=-1)[:, -count:]
     least = np.take_along_axis(x, most, axis=-1).min(axis=-1, keepdims=True)
-    crowded = ((x >= least).sum(axis=-1) > count) & np.isfinite(least[:, 0])  # what is −∞ is as good as not there
+    crowded = ((x >= least).sum(axis=-1) > count) & np.isfinite(least[:, 0])  # entries of −∞ do not matter
     for row in np.flatnonzero(crowded):
         above, equal = np.flatnonzero(x[row] > least[row]), np.flatnonzero(x[row] == least[row])
         most[row] = np.concatenate([above, equal[: count - len(above)]])
@@ -68,7 +65,7 @@ def descending(x: Tensor) -> Tensor:
 
 
 def weights(x: Tensor, top: Tensor) -> Tensor:
-    """Return exp(x − top) in whole units [rows, entries], int64; `top` is each row's greatest entry [rows, 1]."""
+    """Return exp(x − top) in integer units of 1/UNIT [rows, entries], int64; `top`: each row's maximum [rows, 1]."""
     return (x - top).exp_().mul_(UNIT).long()
 
 
@@ -80,7 +77,7 @@ def peak(x: Tensor) -> Tensor:
 
 def entropy(x: Tensor) -> Tensor:
     """Return the entropy in nats of each row's softmax [rows], float64."""
-    below = (x - x.amax(dim=-1, keepdim=True)).clamp_(min=-60.0)  # exp(−60) weighs nothing, and 0·∞ is avoided
+    below = (x - x.amax(dim=-1, keepdim=True)).clamp_(min=-60.0)  # exp(−60) has no weight; this avoids 0·∞
     weight = below.exp()
     total = (weight * UNIT).long().sum(dim=-1).double()
     return total.div(UNIT).log() - (weight.mul_(below) * UNIT).long().sum(dim=-1).double() / total

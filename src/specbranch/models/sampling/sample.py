@@ -1,8 +1,8 @@
-"""From logits to picks, candidates and verdicts, on any device: the tensors' half of sampling.
+"""The arithmetic of sampling on any device: from logits to tokens, candidates and verdicts.
 
-Owns the arithmetic over rows of logits [rows, columns]; what is asked of each row comes as the tensors of a `sheet`.
-Invariants: what a row gives depends on its logits and on its own entries alone, bit for bit, whatever other rows are
-with it; nothing here waits for a device. Sums that decide something are of integers, hence exact in any order.
+Owns the operations over rows of logits [rows, columns]. The sampling parameters of each row come as tensors (`Asked`,
+from `sheet.py`). Invariants: a row's result depends on its own logits and parameters alone, bit for bit; nothing here
+waits for a device. Sums that decide something are sums of integers, which are exact in any order.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from specbranch.core.runner import ENTROPY_WEIGHT
 from specbranch.models.sampling.noise_rows import gumbel
 from specbranch.models.sampling.reductions import descending, entropy, leading, peak, weights
 
-Asked = Mapping[str, Tensor]  # a sheet's arrays
+Asked = Mapping[str, Tensor]  # the arrays of `sheet_of`, on the device
 
 
 def shape(logits: Tensor, asked: Asked) -> Tensor:
-    """Return shaped logits, float32, −∞ where nothing may be drawn; to be read only, it may be `logits` itself.
+    """Apply all sampling parameters: returns float32 logits, −∞ at tokens that must not be drawn.
 
-    A greedy row is edited, and then left at temperature 1: no filter moves its maximum.
+    The result may be `logits` itself, so callers must not change it. A greedy row keeps temperature 1 and gets no
+    filter, as no filter moves its maximum.
     """
     return _cut(_scaled(_edited(logits, asked), asked), asked)
 
 
 def unscaled(logits: Tensor, asked: Asked) -> Tensor:
-    """Return logits with all of their shaping but the temperature: who chooses among them divides by it."""
+    """Apply all sampling parameters but the temperature; the caller divides by it."""
     edited = _edited(logits, asked)
     return (
         edited
@@ -39,14 +40,14 @@ def unscaled(logits: Tensor, asked: Asked) -> Tensor:
 
 
 def perturbed(shaped: Tensor, asked: Asked, noise: Tensor | None) -> Tensor:
-    """Add the noise of its position to each row that wants it."""
+    """Add noise to each row that is sampled with noise."""
     if noise is None:
         return shaped
     return shaped + noise if "noisy" not in asked else torch.where(asked["noisy"][:, None] > 0, shaped + noise, shaped)
 
 
 def noise_of(asked: Asked, ids: Tensor) -> Tensor | None:
-    """Make the noise of some tokens at each row's position [rows, ids]; nothing where no row wants any."""
+    """Return the noise of some tokens at each row's position [rows, ids]; None if no row uses noise."""
     if "noise" not in asked:
         return None
     first, second = asked["noise"].T.unsqueeze(-1)  # each [rows, 1]
@@ -54,8 +55,10 @@ def noise_of(asked: Asked, ids: Tensor) -> Tensor | None:
 
 
 def candidates(shaped: Tensor, scores: Tensor, count: int, by_entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's confidence [rows], the columns of its best entries, surely with its argmax, and their
-    scores."""
+    """Return each row's confidence [rows], the columns of its best entries, and their scores.
+
+    The best entries always include the argmax. `by_entropy`: rows whose confidence is the entropy bound.
+    """
     best = leading(scores, count)
     confidence = peak(scores)
     if by_entropy is not None:
@@ -64,19 +67,21 @@ def candidates(shaped: Tensor, scores: Tensor, count: int, by_entropy: Tensor | 
 
 
 def entropy_bound(shaped: Tensor) -> Tensor:
-    """Return AdaEDL's bound (arXiv 2410.18351) on how likely each row's token is taken [rows], float64."""
+    """Return AdaEDL's lower bound (arXiv 2410.18351) on the acceptance of each row's token [rows], float64."""
     return (1.0 - (ENTROPY_WEIGHT * entropy(shaped).clamp_(min=0.0)).sqrt_()).clamp_(min=0.0)
 
 
 def units(shaped: Tensor) -> Tensor:
-    """Return each row's law in whole units [rows, columns], int64."""
+    """Return each row's distribution in integer units [rows, columns], int64."""
     wide = shaped.double()
     return weights(wide, wide.amax(dim=-1, keepdim=True))
 
 
 def draw(law: Tensor, u: Tensor) -> Tensor:
-    """Draw from laws in whole units by inversion, each with a variate in [0, 1) [rows]; what has no unit is never
-    drawn."""
+    """Draw from distributions in integer units by inversion, with a variate in [0, 1) for each row [rows].
+
+    A token without a unit is never drawn.
+    """
     through = law.cumsum(dim=-1)
     # below the total: u ≤ 1 − 2⁻⁵³, and a total of up to 2⁶⁰ times that rounds to less than the total
     mark = (through[:, -1:].double() * u[:, None]).long()
@@ -84,20 +89,22 @@ def draw(law: Tensor, u: Tensor) -> Tensor:
 
 
 def residual(law: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-    """Return (p − q)+ in whole units, q by its entries [rows, entries]; where nothing remains, p (only rounding
-    leads there)."""
+    """Return (p − q)+ in integer units; `ids`, `probs`: the entries of q [rows, entries].
+
+    If nothing remains, which only rounding can cause, returns p.
+    """
     total = law.sum(dim=-1, keepdim=True)
     rest = law.scatter_add(-1, ids, -(probs * total.double()).round_().long()).clamp_(min=0)
     return torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, law)
 
 
 def decide(law: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-    """Try each row's sampled candidates one after the other (Leviathan et al. 2023); returns which was taken, −1 for
-    none, and the token.
+    """Accept or reject each row's sampled candidates in turn (Leviathan et al. 2023).
 
-    `tried` [rows, attempts] are the candidates' columns, −1 where there is no such attempt; `tried_q` the probabilities
-    they were drawn with, `accept` the variates, `q_ids` and `q_probs` [rows, attempts, entries] their laws, `last` the
-    variate for what remains.
+    Returns which attempt was accepted, −1 for none, and the token. `asked` has `tried` [rows, attempts], the
+    candidates' columns, −1 if there is no such attempt. `tried_q` are the probabilities they were drawn with, `accept`
+    the variates, `q_ids` and `q_probs` [rows, attempts, entries] their distributions, `last` the variate of the
+    residual.
     """
     rows, attempts = asked["tried"].shape
     took = torch.full((rows,), -1, dtype=torch.int64, device=law.device)
@@ -116,14 +123,18 @@ def decide(law: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
 
 
 def walk(chosen: Tensor, ancestors: Tensor) -> Tensor:
-    """Return which rows the target comes to [rows]: those all of whose ancestors were chosen, themselves included
-    [rows, rows]."""
+    """Return which rows are on the accepted path [rows]: those that are chosen with all their ancestors.
+
+    `ancestors` [rows, rows]: each row's ancestors, itself included.
+    """
     return ~(ancestors & ~chosen).any(dim=-1)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return columns, `tokens` first [rows] and then the `top` most likely, and their log-probabilities before any
-    shaping, float64."""
+    """Return columns and their log-probabilities before any shaping, float64.
+
+    The first column is that of `tokens` [rows]; then come the `top` most likely ones.
+    """
     logs = logits.float().log_softmax(dim=-1)
     ids = torch.cat([tokens[:, None], leading(logs, top)], dim=-1) if top else tokens[:, None]
     return ids, logs.gather(-1, ids).double()
@@ -152,13 +163,15 @@ def _changed(name: str, values: Tensor, by: Tensor) -> Tensor:
 
 
 def _scaled(logits: Tensor, asked: Asked) -> Tensor:
-    # by a column even where all are equal: division by a scalar may be turned into a product by its inverse
+    # by a tensor even if all are equal: torch may turn division by a scalar into a product with its inverse
     return logits / asked["temperature"][:, None] if "temperature" in asked else logits
 
 
 def _cut(logits: Tensor, asked: Asked) -> Tensor:
-    """Put −∞ where top_k, top_p or min_p exclude; what equals the last one kept is kept too, however equals are
-    sorted."""
+    """Set logits that top_k, top_p or min_p exclude to −∞.
+
+    Entries equal to the last one kept are kept, too, so the result does not depend on how equal ones are sorted.
+    """
     if "least" not in asked:
         return logits
     top = logits.amax(dim=-1, keepdim=True)
@@ -173,8 +186,10 @@ def _cut(logits: Tensor, asked: Asked) -> Tensor:
 
 
 def _nucleus_end(ordered: Tensor, top: Tensor, kth: Tensor, share: Tensor) -> Tensor:
-    """Return the value at which the sum from the top reaches its share of the values down to `kth` [rows, 1]
-    (Holtzman et al. 2020)."""
+    """Return the smallest logit that top_p keeps [rows, 1] (Holtzman et al. 2020).
+
+    There the sum from the top reaches its share of the sum of all values down to `kth`.
+    """
     through = weights(ordered, top).cumsum(dim=-1)  # integers: exact, and never falling
     last = ((ordered >= kth).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # nothing is ≥ NaN
     total = through.gather(-1, last)

@@ -1,10 +1,9 @@
-"""Rows of logits to tokens: the Sampler of every runner whose rows are tensors.
+"""The Sampler of all torch runners: from rows of logits to tokens, proposals and log-probabilities.
 
-Owns the way from a question about rows to its answer, in three parts: what is asked as arrays (`sheet`), the arithmetic
-on the device (`sample`), and what is made of the few numbers that come back. Invariant: what a row gives depends on its
-logits and its Spot alone, whatever other rows are asked for with it. A GPU's runner uses the parts by themselves, so
-that a question is one copy up and one read; picking and proposing are that here too, while a law is read number by
-number.
+Owns the three parts of sampling: sampling parameters as arrays (`sheet.py`), arithmetic on the device (`sample.py`),
+and results from the few numbers that come back. Each call is one copy up and one read; only a distribution (`law`) is
+read number by number. The GPU runner calls the parts by themselves. Invariant: a row's result depends on its logits and
+its Spot alone, not on the other rows of the call.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ ScoredToken = tuple[int, float]  # token id, its score
 
 
 class TorchSampler:
-    """Samples over the first `vocabulary` token ids, those that draft and target have in common; the others are never
-    said.
+    """Samples from the first `vocabulary` token ids, which draft and target have in common.
 
-    Samplers given the same `noise` make each row of it once between them, on a CPU.
+    On a CPU, samplers with the same `noise` compute each of its rows once.
     """
 
     def __init__(self, vocabulary: int, noise: Noise | None = None, transfer: Transfer | None = None) -> None:
@@ -48,8 +46,10 @@ class TorchSampler:
         self._ids = torch.arange(0)
 
     def pick(self, rows: Sequence[TensorRow], spots: Sequence[Spot]) -> list[int]:
-        """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id; NO_TOKEN if the
-        greatest score is not finite."""
+        """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id.
+
+        It is NO_TOKEN if the greatest score is not finite.
+        """
         if not rows:
             return []
         asked = self._sent(self.picking(spots))
@@ -63,20 +63,18 @@ class TorchSampler:
         return chosen
 
     def picking(self, spots: Sequence[Spot]) -> Arrays:
-        """Return what has to be on the device for `scores`."""
+        """Return the arrays that `scores` needs on the device."""
         return self._asked(spots, self.vocabulary, None)
 
     def scores(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asked: Asked) -> tuple[Tensor, Tensor]:
-        """Return logits over the vocabulary, and what is preferred among them: shaped, by the match rule with the
-        noise of their draws."""
+        """Return logits over the vocabulary, and scores: shaped logits, under the match rule with noise."""
         logits = self.logits(rows)
         return logits, self._scores(logits, spots, asked, None)[1]
 
     def propose(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
-        """Return candidates for each row: by the shared noise, or under the ratio rule by the draft's own law.
+        """Return candidates for each row: by the shared noise, or under the ratio rule by the draft's distribution.
 
-        Rows of a reduced head are worked on as they are; what they give is what they would give over the whole
-        vocabulary.
+        Rows of a reduced head are not spread over the vocabulary; the result is the same.
         """
         if not rows:
             return []
@@ -84,14 +82,13 @@ class TorchSampler:
         return proposed(spots, asks, self._transfer.down(self.candidates(rows, spots, asks, asked)))
 
     def proposing(self, spots: Sequence[Spot], asks: Sequence[Ask], columns: Columns | None) -> Arrays:
-        """Return what has to be on the device for `candidates`."""
+        """Return the arrays that `candidates` needs on the device."""
         arrays = self._asked(spots, self.width(columns), columns)
         by_entropy = [ask.measure == "entropy" for ask in asks]
         return {**arrays, "by_entropy": np.array(by_entropy, dtype=np.float32)} if any(by_entropy) else arrays
 
     def candidates(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask], asked: Asked) -> Tensor:
-        """Return a row of numbers for each row, on its device: confidence, then the tokens of its best entries,
-        then their scores."""
+        """Return numbers for each row, on its device: confidence, tokens of its best entries, their scores."""
         logits, columns = scored(rows)
         logits = logits[:, : self.width(columns)]
         shaped, scores = self._scores(logits, spots, asked, columns)
@@ -122,11 +119,11 @@ class TorchSampler:
         return logprobs_of(self._transfer.down(torch.cat([ids.double(), logs], dim=-1))[0].tolist(), top)
 
     def logits(self, rows: Sequence[TensorRow]) -> Tensor:
-        """The rows' logits over the vocabulary, before any shaping."""
+        """Return the rows' logits over the vocabulary, before any shaping."""
         return collate(rows)[:, : self.vocabulary]
 
     def width(self, columns: Columns | None) -> int:
-        """How many columns there are to choose from."""
+        """Return how many columns of a row may be sampled."""
         return self.vocabulary if columns is None else columns.below(self.vocabulary)
 
     def _asked(self, spots: Sequence[Spot], width: int, columns: Columns | None) -> Arrays:
@@ -150,7 +147,7 @@ class TorchSampler:
             return sample.noise_of(
                 asked, self._first_ids(width, shaped.device) if columns is None else columns.ids[:width]
             )
-        # what such a row gets is not added to it
+        # rows without noise get any row of it: it will not be added to them
         silent = [spot.request.greedy or spot.request.by_ratio for spot in spots]
         noisy = spots[silent.index(False)]
         draws = draw_keys([noisy if is_silent else spot for is_silent, spot in zip(silent, spots, strict=True)])
@@ -162,7 +159,7 @@ class TorchSampler:
         return rows[0].unsqueeze(0) if len(set(draws)) == 1 else torch.stack(rows)
 
     def _first_ids(self, width: int, device: torch.device) -> Tensor:
-        """The first token ids on a GPU: this sampler's own, as others may be at work there on other streams."""
+        """Return the first token ids on a GPU; each sampler has its own tensor, as others may use other streams."""
         if len(self._ids) < width or self._ids.device != device:
             self._ids = torch.arange(width, device=device)
         return self._ids[:width]
@@ -170,7 +167,7 @@ class TorchSampler:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLaw:
-    """A distribution over the vocabulary in whole units, on the device where it was made."""
+    """A distribution over the vocabulary in integer units, on the device of its logits."""
 
     units: Tensor  # [vocabulary], int64
 
@@ -183,7 +180,7 @@ class TensorLaw:
         return int(sample.draw(self.units[None], torch.tensor([u], dtype=torch.float64, device=self.units.device)))
 
     def residual(self, q: Sparse) -> TensorLaw:
-        """Return norm((p − q)+); where nothing remains, p itself (only rounding leads there)."""
+        """Return norm((p − q)+); if nothing remains, which only rounding can cause, p itself."""
         ids = torch.tensor([q.ids], device=self.units.device)
         return TensorLaw(
             sample.residual(
@@ -193,25 +190,25 @@ class TensorLaw:
 
 
 def proposed(spots: Sequence[Spot], asks: Sequence[Ask], results: np.ndarray) -> list[Proposal]:
-    """Make proposals of what `candidates` says."""
+    """Make proposals of the numbers that `candidates` returned."""
     return [_proposal(spot, ask, result) for spot, ask, result in zip(spots, asks, results.tolist(), strict=True)]
 
 
 def logprobs_of(result: list[float], top: int) -> TokenLogprobs:
-    """Make log-probabilities of the ids and values that `sample.logprobs` gives for a row, one behind the other."""
+    """Make log-probabilities of one row of `sample.logprobs`: ids, then their values."""
     first, *rest = _entries_of(result)
     return TokenLogprobs(first[1], tuple(_ranked(rest)[:top]))
 
 
 def _chosen(shaped: Tensor, spot: Spot) -> int:
-    """Return the token of one row on a CPU [vocabulary], NO_TOKEN if its score is not finite, as NaN comes first."""
+    """Return the token of one row on a CPU [vocabulary]; NO_TOKEN if any score is NaN or the greatest infinite."""
     token = winner(shaped, *draw_keys([spot])) if is_noisy(spot) else int(shaped.numpy().argmax())
     return token if shaped[token] < torch.inf else NO_TOKEN
 
 
 def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:
     confidence, ranked = packed[0], _ranked(_entries_of(packed[1:]))
-    # Where one logit is no number, it is among the best entries; where all are none, a device may find no entry at all.
+    # A NaN logit is always among the best entries. If all are NaN, a device may return no entry at all.
     if math.isnan(sum(packed)) or not (ranked or ask.allowed is not None):
         return Proposal((), math.nan)
     if not spot.request.by_ratio:
@@ -230,19 +227,19 @@ def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:
 
 
 def _entries_of(packed: list[float]) -> list[ScoredToken]:
-    """Undo the packing of ids and their scores into one row of floats."""
+    """Unpack one row of floats: ids first, then their scores."""
     half = len(packed) // 2
     return [(int(token), score) for token, score in zip(packed[:half], packed[half:], strict=True)]
 
 
 def _ranked(entries: list[ScoredToken]) -> list[ScoredToken]:
-    """Return the distinct possible entries, best first, ties to the lowest id."""
+    """Return the distinct entries above −∞, best first, ties to the lowest id."""
     possible = {token: score for token, score in entries if score > -math.inf}
     return sorted(possible.items(), key=lambda entry: (-entry[1], entry[0]))
 
 
 def _sparse(ranked: list[ScoredToken]) -> Sparse:
-    """Return the law of some logits, without the entries that round to 0."""
+    """Return the softmax of some logits, without entries that round to 0."""
     weights = [
         (token, weight) for token, logit in ranked if (weight := math.exp(logit - ranked[0][1])) > TINIEST_PROBABILITY
     ]

@@ -1,9 +1,9 @@
-"""What the requests of some rows ask of their logits, as small arrays: the host's half of sampling.
+"""The sampling parameters of some rows as small arrays: the host's half of sampling.
 
-Owns the way from requests to numbers, and the one order of shaping, which is: logit_bias, min_tokens, repetition
-penalty, presence and frequency penalties, allowed tokens, temperature, top_k, top_p, min_p. Invariants: a row's numbers
-come of its own request and its own ancestors; what a sheet holds is all that sampling needs to know, so one copy brings
-it to a device.
+Owns the conversion from requests to arrays, and the order of shaping: logit_bias, min_tokens, repetition penalty,
+presence and frequency penalties, allowed tokens, temperature, top_k, top_p, min_p. Does not own the arithmetic
+(`sample.py`). Invariants: a row's numbers depend on its own request and ancestors alone; the arrays hold all that
+sampling needs, so one copy brings them to a device.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from specbranch.core.noise import keys
 from specbranch.core.request import Spot
 from specbranch.models.files.head_columns import Find
 
-# below this no noise can turn a difference that float32 logits can express, and a division would overflow
+# Lowest temperature. Below it noise cannot change any difference that float32 logits can express, and a division could
+# overflow.
 COLDEST = 1e-6
-EVERYTHING = 2.0  # a top_p that cuts nothing, not even what rounds to probability 0
+EVERYTHING = 2.0  # a top_p that cuts nothing, not even tokens whose probability rounds to 0
 Arrays = dict[str, np.ndarray]  # by name
 
 
 def sheet_of(spots: Sequence[Spot], width: int, find: Find) -> Arrays:
-    """Write down what is asked of rows of `width` columns; what nothing is asked of is left out. An edit is rows,
-    columns, numbers."""
+    """Return the sampling parameters of rows of `width` columns, by name; parameters that no row uses are left out.
+
+    `bias`, `forbid`, `repeat` and `less` are triples of row, column and number.
+    """
     arrays = {**_edits(spots, find), **_allowed(spots, width, find), **_cuts(spots, width)}
     temperatures = [temperature_of(spot) for spot in spots]
     if any(temperature != 1.0 for temperature in temperatures):
@@ -41,22 +44,22 @@ def sheet_of(spots: Sequence[Spot], width: int, find: Find) -> Arrays:
 
 
 def temperature_of(spot: Spot) -> float:
-    """What a row's logits are divided by."""
+    """Return the number that a row's logits are divided by."""
     return 1.0 if spot.request.greedy else max(spot.request.params.temperature, COLDEST)
 
 
 def is_noisy(spot: Spot) -> bool:
-    """Whether a row's token is chosen with noise: by the ratio rule tokens are drawn, or not perturbed."""
+    """True if noise is added to a row's logits: neither to greedy rows nor under the ratio rule."""
     return not (spot.request.greedy or spot.request.by_ratio)
 
 
 def draw_keys(spots: Sequence[Spot]) -> list[tuple[int, int, int]]:
-    """Seed, sample and position of each row: what its noise depends on."""
+    """Return seed, sample and position of each row, which its noise depends on."""
     return [(spot.request.seed, spot.request.sample, spot.position) for spot in spots]
 
 
 def _edits(spots: Sequence[Spot], find: Find) -> Arrays:
-    """What is added, forbidden, and made less likely because it was said before."""
+    """Return the changes to single logits: bias, forbidden end tokens, penalties of tokens that occurred."""
     edits: dict[str, list[tuple[int, int, float]]] = {"bias": [], "forbid": [], "repeat": [], "less": []}
     for row, spot in enumerate(spots):
         params = spot.request.params
@@ -77,12 +80,12 @@ def _edits(spots: Sequence[Spot], find: Find) -> Arrays:
 
 
 def _triples(edits: list[tuple[int, int, float]]) -> np.ndarray:
-    """Rows and columns, then numbers, one below the other [3, edits]; float64 holds each of them exactly."""
+    """Return rows, columns and numbers [3, edits]; float64 holds each of them exactly."""
     return np.array(edits, dtype=np.float64).T.copy()
 
 
 def is_shaped(spot: Spot) -> bool:
-    """Whether anything but a temperature is asked of a row's logits before its token is chosen."""
+    """True if any sampling parameter but the temperature changes a row's logits."""
     params, request = spot.request.params, spot.request
     cut = not request.greedy and (params.top_k is not None or params.top_p < 1.0 or params.min_p > 0.0)
     forbids = spot.position - request.prompt_length < params.min_tokens
@@ -94,12 +97,12 @@ def _is_penalised(params: SamplingParams) -> bool:
 
 
 def _found(tokens: Iterable[int], find: Find) -> list[int]:
-    """Return the places in a row of the tokens that have one."""
+    """Return the columns of tokens, without tokens that have none."""
     return [column for token in tokens if (column := find(token)) is not None]
 
 
 def _allowed(spots: Sequence[Spot], width: int, find: Find) -> Arrays:
-    """The tokens that may be said, a bit a column [rows, bytes]."""
+    """Return a mask of the allowed tokens, one bit for each column [rows, bytes]."""
     if all(spot.allowed is None for spot in spots):
         return {}
     bits = np.ones((len(spots), width), dtype=np.bool_)
@@ -111,8 +114,7 @@ def _allowed(spots: Sequence[Spot], width: int, find: Find) -> Arrays:
 
 
 def _cuts(spots: Sequence[Spot], width: int) -> Arrays:
-    """Where top_k, top_p and min_p end a law; they mean what transformers' warpers of these names mean, in that
-    order."""
+    """Return the limits of top_k, top_p and min_p; they mean the same as in transformers, in that order."""
     params = [None if spot.request.greedy else spot.request.params for spot in spots]
     arrays: Arrays = {}
     if any(p is not None and (p.top_k is not None or p.top_p < 1.0 or p.min_p > 0.0) for p in params):

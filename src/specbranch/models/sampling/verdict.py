@@ -1,9 +1,9 @@
-"""Judging on a device: every row's decision at once, then the walk, and one row of results for each row to be read.
+"""Verification on a device: decides all rows at once, then finds the accepted path of each trial.
 
-Owns the arrays that trials become and what is made of the results. The rows of a trial are its root's and then those of
-its nodes. Decisions need not wait for each other, as each follows from its own row and from variates of its own
-position; so the outcome is that of `core.verify`, which decides row by row on the way down. Invariant: nothing here
-waits for the device.
+Owns the arrays that the device needs for trials, and the verdicts made of its results. A trial's rows are that of its
+root and then those of its nodes. Each decision depends on its own row and the variates of its position only. So the
+outcome equals that of `core/verify.py`, which decides row by row down the tree. Invariant: nothing here waits for the
+device.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from specbranch.models.sampling.sheet import Arrays
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A candidate that was drawn: its token, the law it was drawn from, and the index of its node, nothing for a
-    head."""
+    """A drawn candidate: its token, its distribution q, and the index of its node; None: a head, which has none."""
 
     token: int
     q: Sparse
@@ -37,9 +36,9 @@ class Tried:
 
 
 def judging(trials: Sequence[Trial], spots: Sequence[Spot]) -> Arrays:
-    """Return what has to be on the device to judge trials, besides what is asked of their rows; a spot a row."""
+    """Return the arrays that `decided` needs beside the sampling parameters; `spots`: one for each row."""
     nodes = [(trial, index) for trial in trials for index in range(ROOT, len(trial.nodes))]
-    firsts = [row + 1 for row, (_, index) in enumerate(nodes) if index == ROOT]  # of each trial's first node
+    firsts = [row + 1 for row, (_, index) in enumerate(nodes) if index == ROOT]  # the row of each trial's first node
     above = [index if index == ROOT else trial.order.parent(index) for trial, index in nodes]
     parents = [
         first + up
@@ -55,14 +54,14 @@ def judging(trials: Sequence[Trial], spots: Sequence[Spot]) -> Arrays:
 
 
 def _is_first(trial: Trial, index: int) -> bool:
-    """Whether no sibling before a node that was not drawn carries the same token."""
+    """True if no earlier sibling that was not drawn carries the same token."""
     order, drawn = trial.order, trial.order.q or (None,) * len(trial.order.tokens)
     siblings = [n for n in range(index) if order.parent(n) == order.parent(index) and drawn[n] is None]
     return all(order.tokens[n] != order.tokens[index] for n in siblings)
 
 
 def _ancestors(parents: Sequence[int]) -> np.ndarray:
-    """Who comes before whom on the way from a root, each row itself included [rows, rows]."""
+    """Return the ancestors of each row, itself included [rows, rows]."""
     found = np.eye(len(parents), dtype=np.bool_)
     for row, parent in enumerate(parents):
         found[row] |= found[parent]
@@ -70,8 +69,7 @@ def _ancestors(parents: Sequence[int]) -> np.ndarray:
 
 
 def _by_ratio(nodes: Sequence[tuple[Trial, int]], spots: Sequence[Spot]) -> Arrays:
-    """The drawn candidates behind each row, one after the other, and the variates that decide; rows of the match
-    rule have none."""
+    """Return the drawn candidates of each row, in order, and the variates that decide; the match rule has none."""
     tried = [
         _tried(trial, index) if spot.request.by_ratio else [] for (trial, index), spot in zip(nodes, spots, strict=True)
     ]
@@ -112,8 +110,10 @@ def _tried(trial: Trial, parent: int) -> list[Tried]:
 
 
 def decided(tokens: Tensor, shaped: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-    """Return each row's token [rows], and which rows the target comes to [rows]; `tokens` are those of the match
-    rule. A row that is not finite says NO_TOKEN."""
+    """Return each row's token [rows], and which rows are on the accepted path [rows].
+
+    `tokens`: the rows' tokens under the match rule. A row that is not finite gets NO_TOKEN.
+    """
     finite = shaped.amax(dim=-1) < torch.inf  # no comparison holds for NaN
     if "tried" not in asked:
         tokens = torch.where(finite, tokens, NO_TOKEN)
@@ -129,8 +129,7 @@ def decided(tokens: Tensor, shaped: Tensor, asked: Asked) -> tuple[Tensor, Tenso
 
 
 def results(logits: Tensor, tokens: Tensor, reached: Tensor, top: int | None, said: Tensor | None) -> Tensor:
-    """Lay out what is read of each row [rows, numbers]: token, whether it is reached, log-probabilities, what a
-    probe says."""
+    """Pack the results of each row [rows, numbers]: token, 1 if reached, log-probabilities, the probe's output."""
     parts = [tokens.double()[:, None], reached.double()[:, None]]
     if top is not None:
         ids, logs = sample.logprobs(logits, tokens.clamp(min=0), top)
@@ -141,8 +140,10 @@ def results(logits: Tensor, tokens: Tensor, reached: Tensor, top: int | None, sa
 def judged(
     trials: Sequence[Trial], found: np.ndarray, top: int | None, width: int, probed: Sequence[bool]
 ) -> list[Judged]:
-    """Make verdicts of the results that were read; the last `width` numbers of each are a probe's, where it was told
-    anything of the row."""
+    """Make verdicts of the packed results.
+
+    `width`: how many numbers of the probe end each result. `probed`: rows that had hidden states for the probe.
+    """
     results = [[*result, own] for result, own in zip(found.tolist(), probed, strict=True)]
     ends = np.cumsum([len(trial.nodes) + 1 for trial in trials]).tolist()
     return [
@@ -165,5 +166,5 @@ def _judged(trial: Trial, found: list[list[float]], top: int | None, width: int)
 
 
 def _cut(result: list[float], top: int) -> list[float]:
-    """Leave the token's own number where nothing more is told of its place; another trial may have asked for more."""
+    """Cut a result to the token's own id and value if `top` is 0; another trial may have asked for more."""
     return result if top else [result[0], result[len(result) // 2]]

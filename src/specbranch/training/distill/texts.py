@@ -14,7 +14,7 @@ from specbranch.core.pages import PAGE, Pool
 from specbranch.models.cache.kv_memory import Memory, Table
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.fused_step import STEP_ROWS, fuse
-from specbranch.models.forward.step_rows import GROUP_POSITIONS, Rows, dealt
+from specbranch.models.forward.step_rows import GROUP_POSITIONS, Rows, split_into_steps
 from specbranch.models.gpu.layout import LONGEST_OWN, Views
 from specbranch.models.gpu.step import GpuStep
 
@@ -42,7 +42,7 @@ class Texts:
         assert self._fused is not None
         texts = zip(self._tables, tokens.tolist(), positions.tolist(), strict=True)
         work = [Rows(table, (token,), position, position, (1,)) for table, token, position in texts]
-        return torch.cat([self._fused.logits(step) for step in dealt(work, STEP_ROWS)])
+        return torch.cat([self._fused.logits(step) for step in split_into_steps(work, STEP_ROWS)])
 
     def _views(self, tokens: Tensor, positions: Tensor) -> Views:
         """Describe the step on the device itself: the pages of a row are contiguous."""
