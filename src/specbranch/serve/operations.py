@@ -1,6 +1,6 @@
-"""What is asked besides answers: models, tokens, and how the server is.
+"""Routes besides answers: models, tokens, and the state of the server.
 
-Owns the routes that no model works for.
+Owns the routes for which no model computes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _card(serving: Serving) -> ModelCard:
 
 
 async def _counted(request: Request, model: str | None, work: Callable[[], BaseModel]) -> Response:
-    """Do work on a text that is counted as a request while it lasts; its answer is written in the same thread."""
+    """Do work on a text and count it as a request meanwhile. The thread of the work also writes the answer."""
     serving, note = serving_of(request), note_of(request.scope)
     serving.check_model(model)
     admitted = serving.limits.admit(note.key, 1)
