@@ -69,7 +69,7 @@ def profile(out: Path, executor: ExecutorName, check: bool, as_json: bool, **giv
 
 
 def _loaded(given: dict[str, Any], executor: ExecutorName) -> LoadedPair:
-    """Load the pair that was asked for, fetching what is not here first."""
+    """Load the requested pair; fetch missing models first."""
     from specbranch.cli.progress import pulled
     from specbranch.lab.measure.loaded_pair import load_pair, pair_name
 

@@ -1,7 +1,7 @@
 """The measurement of a pair's costs on this hardware: a `CostProfile` of the real models.
 
-Owns what is measured and how the figures become a profile: forwards and steps alone (`probes`), both models at once
-(`overlap`), and the rest of a round (`host_time`). Invariant: the profile contains the spread of the probes.
+Owns what is measured and how the figures become a profile. Forwards and steps alone are timed in `probes`, both models
+at once in `overlap`, the rest of a round in `host_time`. Invariant: the profile contains the spread of the probes.
 """
 
 from __future__ import annotations
