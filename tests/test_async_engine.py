@@ -311,7 +311,7 @@ def test_every_method_can_be_asked_for_by_a_request(pair: tuple[str, str], refer
 
 
 @pytest.mark.parametrize("method", tiered(("autoregressive", "pearl", "specbranch"), "specbranch".__eq__))
-def test_whoever_looks_on_is_told_of_every_token(pair: tuple[str, str], reference: LLM, method: str) -> None:
+def test_a_watcher_sees_every_token(pair: tuple[str, str], reference: LLM, method: str) -> None:
     from specbranch.serve.frames import Film, Frame
 
     film, frames = Film(), list[Frame]()

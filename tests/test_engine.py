@@ -104,7 +104,7 @@ def test_a_clock_changes_the_seconds_and_not_the_tokens(pair: tuple[str, str]) -
     )
 
 
-def test_a_clock_takes_the_place_of_an_executor(pair: tuple[str, str]) -> None:
+def test_a_clock_replaces_an_executor(pair: tuple[str, str]) -> None:
     with pytest.raises(BadParameter, match="executor 'process' has no place beside it"):
         LLM(*pair, executor="process", options={"clock": "h200-1b-8b"}, device="cpu")
     with pytest.raises(BadParameter, match="Did you mean 'h200-1b-8b'"):

@@ -67,7 +67,7 @@ def test_mistakes_with_a_pair_are_sentences(name: str, command: Command, tmp_pat
     assert both.code == 2 and "'tiny' was given together with target 'other'" in both.err
 
 
-def test_a_missing_draft_is_told_before_the_target_is_fetched(
+def test_a_missing_draft_is_reported_before_the_target_is_fetched(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(pairs, "IN_CHECKOUT", tmp_path)

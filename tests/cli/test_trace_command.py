@@ -66,7 +66,7 @@ def test_parts_of_the_planner_can_be_left_out(models: list[str], command: Comman
     assert refused.code == 2 and "Did you mean 'trees'" in refused.err
 
 
-def test_the_answer_is_short_unless_told(models: list[str], command: Command) -> None:
+def test_the_answer_is_short_by_default(models: list[str], command: Command) -> None:
     (told,) = command("trace", PROMPT, *models, "--json", "--ignore-eos").answers()
     assert told["stats"]["tokens"] == 64
 

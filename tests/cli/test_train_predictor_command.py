@@ -110,7 +110,7 @@ def test_material_with_sampled_answers_or_of_another_target_is_refused(
     assert other.code == 2 and "was written by target, not by" in other.err
 
 
-def test_a_predictor_that_nobody_heeds_is_told(command: Command, models: list[str]) -> None:
+def test_a_predictor_that_no_method_uses_is_reported(command: Command, models: list[str]) -> None:
     done = command("generate", *models, "--predictor", "somewhere", "--max-tokens", "3", "A branch")
     assert done.code == 0 and "only policy 'paper' heeds one" in done.err
 

@@ -72,7 +72,7 @@ def test_what_is_written_is_what_generate_chat_and_llm_use(command: Command, ask
 
 
 @pytest.mark.slow
-def test_another_policy_is_told_and_written(command: Command, asked: list[str], tmp_path: Path) -> None:
+def test_another_policy_is_reported_and_written(command: Command, asked: list[str], tmp_path: Path) -> None:
     done = command(*asked, "--profile", profile(tmp_path, 0.01), "--methods", "specbranch:confidence", *SOME[2:])
     assert done.code == 0 and "Best: specbranch:confidence, predicted" in done.out
     written = SpeculativeConfig.from_file(tmp_path / "tuned.json")
@@ -215,7 +215,7 @@ def test_a_bad_config_is_refused_before_a_model_is_loaded(
         (["--out", "."], "is a folder"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_fetched_or_loaded(
+def test_mistakes_are_reported_before_anything_is_fetched_or_loaded(
     options: list[str], told: str, command: Command, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specbranch.lab.bench.recorded_pair.RecordedPair.__init__", None)

@@ -93,7 +93,7 @@ def test_a_rehearsal_takes_no_token_for_granted_that_does_not_fit() -> None:
     assert not costs.knows_target
 
 
-def test_what_a_step_takes_longer_beside_the_target_is_told_apart() -> None:
+def test_the_slow_down_of_a_step_beside_the_target_is_learned_apart() -> None:
     """Steps of 2 alone take 4 beside it, and a target of 10 takes 1 more for each."""
     costs, on = LearnedCosts(), Context(5, (1,))
     grow, verify = Grow(on, NO_TREE, GROWTH), Verify(on)
@@ -108,7 +108,7 @@ def test_what_a_step_takes_longer_beside_the_target_is_told_apart() -> None:
     assert (costs.draft_slow_down, costs.slow_down) == (2.0, 1.0)
 
 
-def test_what_comes_once_for_all_steps_is_told_apart_from_them() -> None:
+def test_what_comes_once_for_all_steps_is_learned_apart_from_them() -> None:
     """Drafts of 2 and 8 steps take 5 + 2 n; beside the target a step takes 1 more."""
     costs, on = LearnedCosts(), Context(5, (1,))
     for _ in range(6):

@@ -48,7 +48,7 @@ def node(parent: int, sent: bool = False, fed: bool = True) -> Node:
     return Node(0, parent, 0.5, 0.5, 1, fed=fed, sent=sent)
 
 
-def test_a_tree_is_told_apart_by_what_was_sent_and_what_hangs_below_the_hit() -> None:
+def test_tokens_of_a_tree_are_counted_by_what_was_sent_and_what_is_below_the_hit() -> None:
     tree = Tree(
         (
             node(ROOT, sent=True),

@@ -105,7 +105,7 @@ def test_noise_ranks_of_neighbours_are_independent(step: str) -> None:
 
 # a shifted row has tokens in common
 @pytest.mark.parametrize("step", [name for name, step in STEPS.items() if step[3] == 0])
-def test_tokens_drawn_at_neighbouring_places_are_independent(step: str) -> None:
+def test_tokens_drawn_at_neighbouring_positions_are_independent(step: str) -> None:
     assert independence(*winners(keys, STEPS[step])) > SOUND
 
 

@@ -189,7 +189,7 @@ def test_the_table_has_every_policy_and_every_part_that_settings_may_name() -> N
     assert all(kind.signal_part in (None, *kind.parts) for kind in POLICIES.values())
 
 
-def test_only_a_policy_with_its_part_for_signals_heeds_them() -> None:
+def test_only_a_policy_with_its_part_for_signals_uses_them() -> None:
     heeding = {name for name in POLICIES if METHODS["specbranch"].heeds_signals(SpeculativeConfig(policy=name))}
     assert heeding == {"paper"}
     assert not METHODS["specbranch"].heeds_signals(SpeculativeConfig(policy="paper", without=("hrad",)))

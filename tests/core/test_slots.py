@@ -146,14 +146,14 @@ def test_a_branch_moves_behind_the_prefix_when_it_wins() -> None:
     assert slots.prefix == [5, 6, 9]
 
 
-def test_the_kept_part_of_a_line_becomes_a_chain() -> None:
+def test_the_kept_part_of_a_path_becomes_a_chain() -> None:
     slots = grown()
     slots.grow([4, 3], [2, 3])
     assert slots.keep([2, 3, 4], 1) == [(4, 2), (5, 3), (6, 4)]
     assert (slots.tokens, slots.parents) == ([4, 3], [ROOT, 0])
 
 
-def test_rejected_nodes_free_their_places() -> None:
+def test_rejected_nodes_free_their_kv_slots() -> None:
     slots = grown()
     slots.keep([], 0)
     assert slots.room == 8
@@ -174,7 +174,7 @@ def test_a_parent_that_does_not_exist_is_refused_and_nothing_is_added(parent: in
 
 
 @pytest.mark.parametrize("path", [[1], [2, 1], [0, 2], [0, 0]])
-def test_a_path_that_is_no_line_is_refused_and_nothing_is_dropped(path: list[int]) -> None:
+def test_nodes_that_are_no_path_are_refused_and_nothing_is_dropped(path: list[int]) -> None:
     slots = grown()
     with pytest.raises(ValueError, match=r"is no child of|in ascending order"):
         slots.keep(path, 1)
@@ -213,7 +213,7 @@ def test_a_broken_invariant_is_noticed() -> None:
         slots.check()
 
 
-def test_the_depth_is_that_of_the_longest_line() -> None:
+def test_the_depth_is_that_of_the_longest_path() -> None:
     slots = Slots(40)
     slots.extend([1, 2])
     assert slots.depth == 0

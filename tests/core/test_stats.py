@@ -30,7 +30,7 @@ def test_a_verdict_splits_the_pending_chain() -> None:
     stats.check()
 
 
-def test_a_round_in_which_the_main_line_was_rejected_counts_once_wherever_it_was() -> None:
+def test_a_round_in_which_the_main_path_was_rejected_counts_once_wherever_it_was() -> None:
     stats = Stats(emitted=13)
     for pending, good, kept in ((4, 4, True), (4, 1, False), (4, 4, False), (0, 0, False)):
         branch = chain(2, after=pending)

@@ -70,7 +70,7 @@ def some_order(rng: random.Random, text: tuple[int, ...], request: Request) -> V
 
 
 @pytest.mark.parametrize(("temperature", "rule"), RULES)
-def test_it_is_told_as_the_target_goes_on_and_changes_no_verdict(temperature: float, rule: Rule) -> None:
+def test_a_forecast_comes_with_the_targets_rounds_and_changes_no_verdict(temperature: float, rule: Rule) -> None:
     rng, taken = random.Random(1), 0
     for seed in range(40):
         text = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 4, 40))))

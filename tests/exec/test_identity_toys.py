@@ -416,7 +416,7 @@ def test_a_draft_with_a_shorter_context_only_stops_helping() -> None:
 
 
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl", "confidence", "tree", "specbranch"])
-def test_a_draft_that_lost_nothing_is_never_told_a_whole_sequence(method: str) -> None:
+def test_a_draft_that_lost_nothing_is_never_sent_a_whole_sequence(method: str) -> None:
     draft = CountingDrafter(ToyRunner(law(0.3)))
     for seed in range(4):
         decode(Serial(make_verifier(), draft), case(seed, 0.7), CONFIGS[method], experience=Timeless(PROFILE))

@@ -320,7 +320,7 @@ def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> Non
 
 
 @pytest.mark.slow
-def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_is_done() -> None:
+def test_only_a_new_child_gets_an_order_twice_and_then_also_that_the_target_is_done() -> None:
     target = Target()
     with closing(Overheard(Verifier(target), drafter_recipe(DRIFT))) as executor:
         loop, session, case = begin(executor, "pearl", 4, until_target=True)

@@ -85,7 +85,7 @@ def test_lanes_go_on_until_the_verdicts_are_made_not_only_until_the_forward_is_l
     assert len(reports.branches[0].tokens) >= ENOUGH
 
 
-def test_heads_are_told_together_also_where_a_session_has_none() -> None:
+def test_heads_are_sent_together_also_where_a_session_has_none() -> None:
     drafter = Drafter(ToyRunner(law(0.1), context_length=20))
     told: list[dict[int, Branch]] = []
     plan = Plan(4, ((0, 1),), heads="sampled", until="target")
@@ -142,7 +142,7 @@ class Counted(Drafter):
         return super().draft(orders, done, announce)
 
 
-def test_a_worker_beside_the_target_is_told_whole_only_what_it_has_lost() -> None:
+def test_a_worker_beside_the_target_is_sent_whole_only_what_it_has_lost() -> None:
     drafter, text = Counted(ToyRunner(law(0.1))), [1, 2, 3, 4]
     for session in range(3):
         drafter.open(session, request())

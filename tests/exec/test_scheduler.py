@@ -379,7 +379,7 @@ def test_beside_many_rows_as_many_tokens_of_a_prompt_are_read(others: int, chunk
     assert rounds == chunks
 
 
-def test_one_that_rests_takes_no_part_and_no_place_and_goes_on_later() -> None:
+def test_a_paused_session_takes_no_part_and_no_batch_slot_and_goes_on_later() -> None:
     executor = executors(130)["serial"]()
     scheduler = Scheduler(Loop(executor, limits=LIMITS), most=1)
     desk = Desk(scheduler, random.Random(3))

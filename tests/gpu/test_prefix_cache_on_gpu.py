@@ -87,7 +87,7 @@ def test_a_prompt_that_begins_like_another_has_the_bits_of_reading_it(both: list
                 runner.close(seq)
 
 
-def test_pieces_that_are_read_in_turns_are_read_once(both: list[NativeRunner]) -> None:
+def test_chunks_that_are_prefilled_in_turns_are_prefilled_once(both: list[NativeRunner]) -> None:
     prompt, chunk = tokens(5001), both[0].prefill_chunk
     for runner in both:
         for seq in range(3):
@@ -104,7 +104,7 @@ def test_pieces_that_are_read_in_turns_are_read_once(both: list[NativeRunner]) -
     both[0].check()
 
 
-def test_a_second_turn_reads_the_answer_the_broken_piece_and_what_is_new(both: list[NativeRunner]) -> None:
+def test_a_second_turn_prefills_the_answer_the_incomplete_chunk_and_what_is_new(both: list[NativeRunner]) -> None:
     (text, found), (expected, whole) = (
         conversation(runner, [tokens(4500), tokens(700, seed=2), tokens(300, seed=3)]) for runner in both
     )

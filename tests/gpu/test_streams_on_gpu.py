@@ -197,7 +197,7 @@ def test_both_models_are_at_work_at_the_same_time(executor: Streams, monkeypatch
     )
 
 
-def test_a_tree_grows_until_the_verdict_is_there_and_no_longer(executor: Streams) -> None:
+def test_a_tree_is_extended_until_the_verdict_is_there_and_no_longer(executor: Streams) -> None:
     prompt = tuple(some_tokens(40))
     executor.open(0, Request(SamplingParams(), 0, len(prompt)))
     executor.run({0: ordered(0, prompt, 60)})

@@ -43,7 +43,7 @@ class Line:
         return rows_of_nodes(self.table, self.slots, nodes)
 
 
-def expected_places(line: Line, node: int) -> list[int]:
+def expected_slots(line: Line, node: int) -> list[int]:
     """The flat places of a node's ancestors and itself, by the definition."""
     kv_slots = [*range(len(line.slots.prefix)), *(line.slots.slot_of(one) for one in line.slots.path(node))]
     return [line.table.pages[place // PAGE] * PAGE + place % PAGE for place in kv_slots]

@@ -91,7 +91,7 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 300, 2048])
-def test_pieces_of_every_size_fill_the_cache_alike(chunk: int, runner: NativeRunner) -> None:
+def test_chunks_of_every_size_fill_the_cache_alike(chunk: int, runner: NativeRunner) -> None:
     expected = read(runner, 0, some_tokens(700))
     runner.prefill_chunk = chunk
     found = read(runner, 1, some_tokens(700))
@@ -148,7 +148,7 @@ def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(
     assert torch.equal(cache(runner, 0), expected) and torch.equal(cache(runner, 1), other)
 
 
-def test_places_move_before_a_chunk_is_written_where_they_lay(decoder: Decoder) -> None:
+def test_kv_slots_move_before_a_chunk_is_written_over_them(decoder: Decoder) -> None:
     found = []
     for kind in KINDS.values():
         runner = kind(decoder, 900, pages=12)

@@ -75,7 +75,7 @@ def test_sharded_folder_gives_the_same_logits_as_a_single_file(folders: dict[str
     )
 
 
-def test_prompt_in_pieces_equals_prompt_in_one_go(runner: NativeRunner) -> None:
+def test_prompt_in_chunks_equals_prompt_in_one_go(runner: NativeRunner) -> None:
     tokens = some_tokens(520)
     runner.open(0, GREEDY)
     runner.open(1, GREEDY)

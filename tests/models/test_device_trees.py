@@ -178,7 +178,7 @@ def test_a_growth_that_is_broken_off_leaves_the_text_and_is_made_again(decoder: 
     assert drafter.draft({0: order}) == other.draft({0: order})
 
 
-def test_where_memory_is_short_a_tree_grows_step_by_step_in_what_there_is(decoder: Any) -> None:
+def test_where_memory_is_short_a_tree_is_extended_step_by_step_in_what_there_is(decoder: Any) -> None:
     drafter, other = (Drafter(kind(decoder, 600, pages=1)) for kind in (Counting, StepByStep))
     tokens, growth = some_tokens(230), some_growth(random.Random(1))
     order = Grow(Context(0, tuple(tokens)), NO_TREE, Growth((0.001,) * 8, growth.chances, most=90), 1)
@@ -198,7 +198,7 @@ def test_a_drafter_that_is_charged_by_the_step_sees_every_step(decoder: Any) -> 
     assert drafter.runner.grown == 0  # type: ignore[attr-defined]
 
 
-def test_a_tree_never_grows_in_a_page_that_another_sequence_writes_to(decoder: Any) -> None:
+def test_a_tree_is_never_extended_in_a_page_that_another_sequence_writes_to(decoder: Any) -> None:
     runner, prompt, rng = GpuRunner(decoder, 600, pages=2), some_tokens(PROMPT), random.Random(1)
     drafter = Drafter(runner)
     drafter.open(0, GREEDY)

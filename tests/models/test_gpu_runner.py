@@ -153,7 +153,7 @@ def test_verdicts_are_those_of_the_reference(name: str, both: tuple[NativeRunner
 
 
 @pytest.mark.parametrize("name", [*REQUESTS, "mixed"])
-def test_what_is_told_aside_is_what_the_reference_tells(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
+def test_scores_of_rows_aside_are_those_of_the_reference(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
     rng, verifiers = random.Random(name), [Verifier(runner) for runner in both]
     for number in range(4):
         orders = {}
@@ -438,7 +438,7 @@ def test_a_fork_leaves_what_it_shares_as_it_was(how: str, both: tuple[NativeRunn
 
 
 @pytest.mark.parametrize("kind", ["plain", "graphs"])
-def test_a_call_that_fails_anywhere_leaves_pages_and_places_in_order(
+def test_a_call_that_fails_anywhere_leaves_pages_and_slots_in_order(
     kind: str, decoder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = (NativeRunner if kind == "plain" else GpuRunner)(decoder, 600)

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from packed_steps import PAGES, Stepper, chain_with_siblings, decoder_of, expected_places, some_work
+from packed_steps import PAGES, Stepper, chain_with_siblings, decoder_of, expected_slots, some_work
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.cache.kv_memory import Table
@@ -35,7 +35,7 @@ def table_of(step: Views, row: int) -> list[int]:
     return step.tables[group].tolist()
 
 
-def places_seen(step: Views, row: int) -> list[int]:
+def slots_seen(step: Views, row: int) -> list[int]:
     """What a packed row reads, one place after the other."""
     table = table_of(step, row)
     shared = [table[at // PAGE] * PAGE + at % PAGE for at in range(int(step.shared[row]))]
@@ -49,8 +49,8 @@ def test_a_packed_row_reads_its_ancestors_in_order_and_then_itself(seed: int) ->
     row = 0
     for line, rows in work:
         for node in range(rows.start - rows.prefix, rows.start - rows.prefix + len(rows.tokens)):
-            kv_slots = expected_places(line, node)
-            assert places_seen(step, row) == kv_slots
+            kv_slots = expected_slots(line, node)
+            assert slots_seen(step, row) == kv_slots
             assert (int(step.tokens[row]), int(step.positions[row])) == (
                 line.slots.tokens[node],
                 line.slots.position(node),
@@ -61,7 +61,7 @@ def test_a_packed_row_reads_its_ancestors_in_order_and_then_itself(seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_padding_reads_and_writes_the_spare_place_and_is_in_no_group(seed: int) -> None:
+def test_padding_reads_and_writes_the_spare_slot_and_is_in_no_group(seed: int) -> None:
     _, work = some_work(seed)
     rows = sum(len(rows.tokens) for _, rows in work)
     step = packed_views([rows for _, rows in work])
@@ -86,12 +86,12 @@ def test_what_a_row_shares_depends_on_its_position_alone() -> None:
         assert (int(step.positions[0]), int(step.shared[0]), int(step.own_count[0])) == (130, 96, 35)
 
 
-def test_a_long_chunk_dealt_out_to_steps_has_short_lines() -> None:
+def test_a_long_chunk_dealt_out_to_steps_has_short_paths() -> None:
     table = Table(Pool(8), [5, 3, 1, 0])
     for some in dealt([rows_of_chunk(table, [1] * 600, 50)], 128):
         step = packed_views(some)
         assert int(step.own_count.max()) <= 64
-        assert places_seen(step, 0) == table.flat(np.arange(int(step.positions[0]) + 1)).tolist()
+        assert slots_seen(step, 0) == table.flat(np.arange(int(step.positions[0]) + 1)).tolist()
 
 
 def test_a_path_that_does_not_fit_is_refused() -> None:
@@ -147,7 +147,7 @@ def test_plain_attention_equals_a_loop_over_ancestors(seed: int, dtype: torch.dt
     for line, rows in work:
         for node in range(rows.start - rows.prefix, rows.start - rows.prefix + len(rows.tokens)):
             expected = attended(
-                q[row].double().numpy(), keys.double().numpy(), values.double().numpy(), expected_places(line, node)
+                q[row].double().numpy(), keys.double().numpy(), values.double().numpy(), expected_slots(line, node)
             )
             assert (
                 np.abs(got[row] - expected).max()
@@ -160,7 +160,7 @@ def test_plain_attention_reads_nothing_that_was_never_written() -> None:
     _, work = some_work(3)
     step = packed_views([rows for _, rows in work])
     written = {
-        place for line, _ in work for node in range(len(line.slots.tokens)) for place in expected_places(line, node)
+        place for line, _ in work for node in range(len(line.slots.tokens)) for place in expected_slots(line, node)
     }
     keys = torch.full((65, 2, PAGE, 8), torch.nan)
     for place in written | {SPARE}:

@@ -83,7 +83,7 @@ def exercise(model: Model, rng: random.Random, steps: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_every_place_holds_what_was_last_put_there(seed: int) -> None:
+def test_every_kv_slot_holds_what_was_last_put_there(seed: int) -> None:
     exercise(Model(24), random.Random(seed), 60)
 
 

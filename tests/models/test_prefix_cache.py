@@ -167,7 +167,7 @@ def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[li
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_turn_reads_the_answer_the_broken_piece_and_what_is_new(kind: str, decoder: Decoder) -> None:
+def test_a_second_turn_prefills_the_answer_the_incomplete_chunk_and_what_is_new(kind: str, decoder: Decoder) -> None:
     runners = [made(kind, decoder, 128) for _ in range(2)]
     runners[1].prefix_cache = False
     asked = [BASES[0][:500], BASES[1][:200], BASES[1][200:300]]
@@ -244,7 +244,7 @@ def test_nothing_is_kept_where_that_is_switched_off(decoder: Decoder) -> None:
     assert runner.pool.idle == 0
 
 
-def test_places_that_only_keep_a_prompt_count_as_free(decoder: Decoder) -> None:
+def test_kv_slots_that_only_cache_a_prompt_count_as_free(decoder: Decoder) -> None:
     runner = made("plain", decoder, pages=4)
     assert (runner.kv_slots, runner.kv_slots_free) == (1024, 1024)
     read(runner, 0, BASES[0][:600])

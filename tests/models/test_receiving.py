@@ -50,7 +50,7 @@ def counts(works: Serial) -> tuple[int, int]:
 @pytest.mark.parametrize("method", ["tree", "specbranch", "auto"])
 @pytest.mark.parametrize("kind", [Serial, Streams])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "hot"])
-def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered(
+def test_texts_are_those_of_plain_decoding_and_what_was_launched_is_what_is_ordered(
     params: SamplingParams, kind: type[Serial], method: str, decoders: tuple[Any, Any]
 ) -> None:
     works = executor(decoders, kind)[0]
@@ -63,14 +63,14 @@ def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered
 
 
 @pytest.mark.parametrize("shaping", [{"top_p": 0.8}, {"logprobs": 1}, {"presence_penalty": 0.5}])
-def test_nothing_is_begun_where_more_than_a_graph_is_wanted(shaping: dict[str, Any], decoders: tuple[Any, Any]) -> None:
+def test_nothing_is_launched_ahead_where_more_than_a_graph_is_wanted(shaping: dict[str, Any], decoders: tuple[Any, Any]) -> None:
     params, works = SamplingParams(temperature=0.8, max_tokens=30, **shaping), executor(decoders, Serial)[0]
     expected = decode(executor(decoders, Serial)[0], "autoregressive", params, 1).tokens
     assert decode(works, "specbranch", params, 1).tokens == expected and counts(works) == (0, 0)
 
 
 @pytest.mark.slow
-def test_a_step_that_was_begun_for_other_tokens_is_left_alone(
+def test_a_step_that_was_launched_for_other_tokens_is_left_alone(
     decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is foretold is always wrong here: one node less than is sent, or one more."""

@@ -50,7 +50,7 @@ def row_behind(verifier: Verifier, base: int, tokens: list[int]) -> torch.Tensor
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_worker_that_reads_a_text_anew_has_the_same_bits(runner: NativeRunner, prompt: int) -> None:
+def test_a_worker_that_prefills_a_text_anew_has_the_same_bits(runner: NativeRunner, prompt: int) -> None:
     text = some_tokens(prompt + ANSWER)
     worker = opened(runner, prompt)
     for length in range(prompt, len(text) + 1):

@@ -75,7 +75,7 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("kind", [Serial, Streams])
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("method", ["lookup", "auto"])
-def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered(
+def test_texts_are_those_of_plain_decoding_and_what_was_launched_is_what_is_ordered(
     method: str, params: SamplingParams, kind: type[Serial], decoder: Any
 ) -> None:
     runner = CountingRunner(decoder, 600)
@@ -144,7 +144,7 @@ def test_a_sheet_holds_what_is_packed_for_its_rows(params: SamplingParams, decod
 
 
 @pytest.mark.slow
-def test_a_step_that_was_begun_for_other_tokens_is_left_alone(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_was_launched_for_other_tokens_is_left_alone(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     find, rng, runner = Ngrams.find, random.Random(2), CountingRunner(decoder, 600)
 
     def wrong(self: Ngrams, length: int, behind: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]]:
@@ -160,7 +160,7 @@ def test_a_step_that_was_begun_for_other_tokens_is_left_alone(decoder: Any, monk
 
 
 @pytest.mark.parametrize("shaping", [{"top_p": 0.8}, {"logprobs": 1}, {"presence_penalty": 0.5}])
-def test_nothing_is_begun_where_more_than_a_graph_is_wanted(shaping: dict[str, Any], decoder: Any) -> None:
+def test_nothing_is_launched_ahead_where_more_than_a_graph_is_wanted(shaping: dict[str, Any], decoder: Any) -> None:
     params, runner, prompt = (
         SamplingParams(temperature=0.3, max_tokens=30, **shaping),
         CountingRunner(decoder, 600),
@@ -197,7 +197,7 @@ def test_several_sessions_and_one_that_leaves_begin_nothing_wrong(decoder: Any) 
 
 
 @pytest.mark.slow
-def test_what_would_reach_beyond_a_page_is_not_begun(decoder: Any) -> None:
+def test_a_step_that_would_reach_beyond_a_page_is_not_launched_ahead(decoder: Any) -> None:
     """Every token has been said before, so that much is looked up and little of it is right."""
     runner, prompt = CountingRunner(decoder, 600), [*range(10, 131), *range(10, 131)]
     expected = decode(GpuRunner(decoder, 600), "autoregressive", WARM, prompt, Serial)

@@ -70,7 +70,7 @@ def counts(works: Serial) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_a_step_is_begun_with_the_verdict_on_a_tree_and_makes_its_moves(
+def test_a_step_is_launched_with_the_verdict_on_a_tree_and_makes_its_moves(
     decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "_here_already", lambda: False)  # so that there is time to write steps out
@@ -148,7 +148,7 @@ def test_what_is_only_read_does_not_begin_where_an_earlier_tree_began(decoders: 
     works.leave(9)
 
 
-def test_a_text_is_told_from_where_it_is_held() -> None:
+def test_a_text_is_sent_from_where_it_is_held() -> None:
     text = list(range(20))
     on = Context(12, tuple(text[12:15]), text)
     assert [on.plus((15, 16), held) for held in (5, 12, 14, 15)] == [

@@ -107,7 +107,7 @@ def test_the_speculations_figures_fit_together(served: Running) -> None:
     assert told[-1]["usage"]["completion_tokens"] == 60 and told[-1]["choices"] == []
 
 
-def test_usage_can_be_told_all_along(served: Running) -> None:
+def test_usage_can_be_sent_with_every_event(served: Running) -> None:
     body = {"prompt": PROMPT, **BASE, "stream": True, "stream_options": {"continuous_usage_stats": True}}
     counts = [event["usage"]["completion_tokens"] for event in events(served.post(COMPLETE, body))]
     assert counts == sorted(counts) and counts[-1] == 30

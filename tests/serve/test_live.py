@@ -106,7 +106,7 @@ def test_a_race_ends_with_the_same_text_in_every_lane(served: Running, reference
 
 
 @pytest.mark.parametrize(("other_cores", "said"), [(1.5, "This machine is busy, figures are rough"), (0.0, "")])
-def test_methods_race_by_turns_after_a_warm_up_and_a_busy_machine_is_told(
+def test_methods_race_by_turns_after_a_warm_up_and_a_busy_machine_is_reported(
     served: Running, monkeypatch: pytest.MonkeyPatch, other_cores: float, said: str
 ) -> None:
     monkeypatch.setattr(LoadMeter, "other_cores", lambda meter: other_cores)

@@ -108,7 +108,7 @@ def test_text_is_logged_where_that_is_asked(pair: tuple[str, str], caplog: pytes
     assert facts["prompts"] == [PROMPT] and facts["answers"] == [said]
 
 
-def test_a_mistake_of_the_program_is_told_by_its_place_and_not_by_its_message(
+def test_an_internal_error_is_logged_with_its_traceback_and_without_its_message(
     pair: tuple[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*given: Any, **named: Any) -> None:

@@ -96,14 +96,14 @@ def test_errors_are_of_the_clients_kinds_and_say_what_to_do(client: openai.OpenA
         client.responses.create(model=MODEL, input="Hello")
 
 
-def test_models_are_listed_and_told_of(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_described(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "specbranch"
     with pytest.raises(openai.NotFoundError, match="no model 'other/one'"):
         client.models.retrieve("other/one")
 
 
-def test_what_was_read_of_a_prompt_is_told_as_cached(client: openai.OpenAI) -> None:
+def test_the_cached_part_of_a_prompt_is_reported(client: openai.OpenAI) -> None:
     talk: Any = [{"role": "user", "content": "Tell me a long story about a branch. " * 8}]
     first, second = (client.chat.completions.create(model=MODEL, messages=talk, max_tokens=2).usage for _ in range(2))
     assert first and second and first.prompt_tokens_details and second.prompt_tokens_details

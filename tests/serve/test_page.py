@@ -405,7 +405,7 @@ def test_the_story_of_a_word_does_not_cover_the_word(browser: Any, served: Runni
 
 
 @pytest.mark.slow
-def test_a_refusal_is_told_on_the_page(browser: Any, served: Running) -> None:
+def test_a_refusal_is_shown_on_the_page(browser: Any, served: Running) -> None:
     visit = Visit(browser, served.url)
     visit.ask("word " * 3000)
     assert "but the context holds 480" in visit.page.locator(".answer .bad").inner_text()

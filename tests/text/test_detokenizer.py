@@ -66,7 +66,7 @@ def test_several_tokens_at_once_give_the_same_text(tokenizer: Tokenizer) -> None
     assert text + detokenizer.finish() == tokenizer.decode(ids)
 
 
-def test_no_piece_ends_within_a_character(tokenizer: Tokenizer) -> None:
+def test_no_returned_text_ends_within_a_character(tokenizer: Tokenizer) -> None:
     for text in ("🙂😂👋🏽", "汉字不在词表里", "ᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ"):
         ids = tokenizer.encode(text, add_special=False)
         shown = pieces(tokenizer, ids)

@@ -206,7 +206,7 @@ def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(
     assert tuner.found("pearl") is None and not kept(fresh)
 
 
-def test_progress_is_told(fresh: RecordedPair) -> None:
+def test_progress_is_reported(fresh: RecordedPair) -> None:
     told: list[tuple[str, int, int]] = []
     Tuner(fresh, goal(), lambda *what: told.append(what)).search("speculative")
     assert ("Tuning speculative for cheap", 3, 12) in told and told[0] == ("Recording the target", 0, 2)

@@ -51,7 +51,7 @@ def test_a_sound_pair_is_well_and_every_method_is_predicted(
     assert methods["autoregressive"].speedup == 1.0 and all(one.speedup > 0 for one in report.predictions)
 
 
-def test_kernels_are_told_with_the_storage_of_weights(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_kernels_are_reported_with_the_storage_of_weights(pair: tuple[str, str], tmp_path: Path) -> None:
     small = kernels("target", load_native(pair[0], context_length=64, weights="int8"))
     if load_kernel("int8") is not None:
         assert small.level == "ok" and "is used, with weights in int8" in small.said
@@ -110,7 +110,7 @@ def test_another_vocabulary_is_a_problem(pair: tuple[str, str], tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("top1", "level"), [(0.1, "problem"), (0.4, "note"), (0.7, "ok")])
-def test_a_draft_that_hardly_agrees_is_told(top1: float, level: str) -> None:
+def test_a_draft_that_hardly_agrees_is_reported(top1: float, level: str) -> None:
     found = agreement(Agreement(100, top1, top1 + 0.1, ()))
     assert found.level == level and f"{top1:.0%}" in found.said
 

@@ -52,7 +52,7 @@ class Hindered:
 
 
 @pytest.mark.parametrize(("target", "draft"), [(0.004, 0.001), (0.0, 0.003), (-0.001, -0.001)])
-def test_what_each_costs_the_other_is_told_by_the_step_and_never_below_nothing(target: float, draft: float) -> None:
+def test_what_each_costs_the_other_is_measured_by_the_step_and_never_below_zero(target: float, draft: float) -> None:
     models: Any = Hindered(target, draft)
     ticks: list[int] = []
     found = measure_slowing(models, 1, lambda: ticks.append(1))

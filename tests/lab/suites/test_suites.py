@@ -141,7 +141,7 @@ def test_an_empty_suite_and_a_missing_or_binary_file_are_refused(tmp_path: Path)
         load_suites()
 
 
-def test_an_unknown_suite_gets_the_nearest_name_and_all_places(tmp_path: Path) -> None:
+def test_an_unknown_suite_gets_the_nearest_name_and_all_known_ones(tmp_path: Path) -> None:
     with pytest.raises(BadParameter) as caught:
         load_suite("gsmk8")
     said = str(caught.value)
@@ -219,7 +219,7 @@ def test_a_file_of_the_hub_in_another_form_or_without_a_reader_is_said_so(
         load_suite("gsm8k")
 
 
-def test_every_public_suite_has_a_place_on_the_hub() -> None:
+def test_every_public_suite_has_an_address_on_the_hub() -> None:
     assert hub.SOURCES.keys() == PUBLIC.keys()
 
 

@@ -196,7 +196,7 @@ def test_prompts_of_the_user_are_forced_whole_and_in_turn(target: WritingTarget,
     assert 0.3 < sum(counts) / len(material) < 0.7
 
 
-def test_prompts_that_leave_no_room_are_left_out_and_told(
+def test_prompts_that_leave_no_room_are_left_out_and_reported(
     target: WritingTarget, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = Script.of(tokenizer, target.arch, settings(prompts=("river " * 200, "Short.")))
@@ -227,7 +227,7 @@ def test_what_is_written_can_be_trained_on(target: WritingTarget, tokenizer: Tok
 
 
 @torch.no_grad()
-def test_rows_that_end_take_the_next_openings_in_line(target: WritingTarget, tokenizer: Tokenizer) -> None:
+def test_rows_that_end_take_the_next_openings_in_order(target: WritingTarget, tokenizer: Tokenizer) -> None:
     wanted = settings(length=16)
     script = Script.of(tokenizer, target.arch, settings())
     script = replace(script, openings=tuple((first, 3, 5) for first in range(20, 27)), asked=(True,) * 7)
@@ -276,7 +276,7 @@ def test_writing_stops_when_the_time_is_over(target: WritingTarget, tokenizer: T
 
 
 @pytest.mark.slow
-def test_rows_that_do_not_fit_are_halved_and_told(
+def test_rows_that_do_not_fit_are_halved_and_reported(
     target: WritingTarget, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = writer.Texts
@@ -421,7 +421,7 @@ def test_a_captured_step_writes_what_an_eager_one_does(
     assert eager and all(line in written for line in eager)
 
 
-def test_long_writing_is_kept_in_pieces_of_equal_size() -> None:
+def test_long_writing_is_kept_in_parts_of_equal_size() -> None:
     pieces = WriterSettings(seconds=300.0, seed=2).slices()
     assert [piece.seconds for piece in pieces] == [100.0] * 3
     assert [piece.seed for piece in pieces] == [2000, 2001, 2002]

@@ -49,7 +49,7 @@ def test_a_network_learns_what_is_planted_and_says_it_with_the_right_chances() -
 
 
 @pytest.mark.slow
-def test_where_nothing_is_to_be_told_a_network_is_no_better_than_no_knowledge() -> None:
+def test_without_a_signal_a_network_is_no_better_than_no_knowledge() -> None:
     parts = dealt(planted(told=0.0))
     rivals = rivalry(fit(parts, SETTINGS).network, parts)
     assert rivals["no knowledge"]["low"] < 0.02, "it seems to know what cannot be known"

@@ -61,7 +61,7 @@ def test_greedy_answers_are_those_of_our_engine(method: str, recorded: RecordedP
 
 
 @pytest.mark.slow
-def test_what_is_told_of_a_turn_adds_up(recorded: RecordedPair, outside: Transformers) -> None:
+def test_the_figures_of_a_turn_add_up(recorded: RecordedPair, outside: Transformers) -> None:
     for method in TRANSFORMERS:
         for record in records(recorded):
             tokens, told = outside.answer(method, record)
