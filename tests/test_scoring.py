@@ -37,9 +37,9 @@ def expected(target: str, ids: list[int]) -> torch.Tensor:
 def test_a_text_is_as_likely_as_the_models_logits_say(llm: LLM, pair: tuple[str, str], length: int) -> None:
     ids = llm.tokenizer.encode(TEXT)[:length]
     assert len(ids) == length
-    told, logs = llm.score(ids, 3), expected(pair[0], ids)
-    assert len(told) == length - 1
-    for at, one in enumerate(told):
+    reported, logs = llm.score(ids, 3), expected(pair[0], ids)
+    assert len(reported) == length - 1
+    for at, one in enumerate(reported):
         assert one.logprob == pytest.approx(logs[at, ids[at + 1]].item(), abs=1e-5)
         best = logs[at].topk(3)
         assert [token for token, _ in one.top] == best.indices.tolist()

@@ -51,9 +51,9 @@ def test_draft_eval_takes_a_pair(command: Command, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{PROMPT}\nSmile\n")
     given = ("draft-eval", "--prompts", str(prompts), *SMALL, "--json")
-    told = json.loads(command(*given, "--pair", "tiny").out)
-    assert {"top1", "top3", "expected_length", "c"} <= told.keys() and len(told["expected_length"]) == 10
-    assert json.loads(command(*given).out)["top1"] == told["top1"]
+    printed = json.loads(command(*given, "--pair", "tiny").out)
+    assert {"top1", "top3", "expected_length", "c"} <= printed.keys() and len(printed["expected_length"]) == 10
+    assert json.loads(command(*given).out)["top1"] == printed["top1"]
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "draft-eval", "verify"])

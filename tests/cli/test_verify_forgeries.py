@@ -151,8 +151,8 @@ def test_a_forged_field_is_found_and_named(field: str, command: Command, plain: 
 
 def test_forged_log_probabilities_are_found(command: Command, plain: Answer) -> None:
     def changed(at: int, **entry: Any) -> Answer:
-        told = [*plain["logprobs"]]
-        return {**plain, "logprobs": [*told[:at], {**told[at], **entry}, *told[at + 1 :]]}
+        printed = [*plain["logprobs"]]
+        return {**plain, "logprobs": [*printed[:at], {**printed[at], **entry}, *printed[at + 1 :]]}
 
     one, (first, second) = plain["logprobs"][4]["logprob"], plain["logprobs"][4]["top"]
     forged = [

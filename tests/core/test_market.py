@@ -105,11 +105,11 @@ def test_steps_are_priced_by_what_a_second_is_worth_to_all_and_alone_by_the_sess
 
 
 def test_a_session_alone_learns_the_same_at_once() -> None:
-    rng, told = random.Random(3), set[bool]()
+    rng, reported = random.Random(3), set[bool]()
     for costs in (FLAT, STEEP, MIXED) * 60:
         rate = rng.uniform(5.0, 900.0)
         gains = tuple(sorted((rng.random() for _ in range(rng.randint(1, 6))), reverse=True))
         offer = LaneOffer(gains, rng.choice([0, 1, 7]), rate, rng.uniform(0.5, 1.0) * rate, costs, 100)
         assert pays_alone(offer) == let_draft({4: offer})[4].may
-        told.add(pays_alone(offer))
-    assert told == {True, False}
+        reported.add(pays_alone(offer))
+    assert reported == {True, False}

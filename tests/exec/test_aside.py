@@ -76,9 +76,9 @@ def test_a_forecast_comes_with_the_targets_rounds_and_changes_no_verdict(tempera
         text = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 4, 40))))
         request = request_of(temperature, rule, seed, text)
         order, aside = some_order(rng, text, request), some_aside(rng)
-        path, token, told = judged(opened(request), replace(order, aside=aside))
+        path, token, reported = judged(opened(request), replace(order, aside=aside))
         assert (path, token, ()) == judged(opened(request), order)
-        assert told == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.guessed)
+        assert reported == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.guessed)
         taken += len(path)
     assert taken > 10
 
@@ -104,5 +104,5 @@ def test_a_tail_full_of_guesses_leaves_room_for_tokens_that_were_lost() -> None:
     text = tuple(token % VOCABULARY for token in range(3 * READ_AT_ONCE))
     request = request_of(0.8, "match", 5, text[:2])  # the rest are steps, read again
     aside = Aside((1,) * (TAIL - 1), tuple(range(ROOT, TAIL - 2)), (0, TAIL - 2))
-    told = judged(opened(request), Verify(Context(0, text), aside=aside))[2]
-    assert told == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.guessed)
+    reported = judged(opened(request), Verify(Context(0, text), aside=aside))[2]
+    assert reported == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.guessed)

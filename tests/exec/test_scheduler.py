@@ -201,10 +201,10 @@ def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(ki
     desk.run(mixed(120, rules=rules))
     executor.close()
     check(desk.done, desk.cancelled)
-    told = scheduler.snapshot()
-    assert len(desk.cancelled) == told.cancelled > 3 and told.finished == 120 - told.cancelled
-    assert (told.preemptions > 0) == (kv_slots is not None)
-    assert holds_nothing(executor) and told.running == told.waiting == 0
+    reported = scheduler.snapshot()
+    assert len(desk.cancelled) == reported.cancelled > 3 and reported.finished == 120 - reported.cancelled
+    assert (reported.preemptions > 0) == (kv_slots is not None)
+    assert holds_nothing(executor) and reported.running == reported.waiting == 0
 
 
 @pytest.mark.slow

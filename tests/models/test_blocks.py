@@ -495,11 +495,11 @@ TYPE = b"blk.0.ffn_down.weight" + b"".join(
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_by_name(damage: str, files: dict[str, Path], tmp_path: Path) -> None:
-    change, told = DAMAGES[damage]
+    change, reported = DAMAGES[damage]
     bad, data = tmp_path / "bad.gguf", files["llama Q4_1"].read_bytes()
     assert TYPE in data
     bad.write_bytes(change(data))
-    with pytest.raises(ModelError, match=rf"bad\.gguf.*{told}"):
+    with pytest.raises(ModelError, match=rf"bad\.gguf.*{reported}"):
         load_native(bad, context_length=64, weights="stored")
 
 

@@ -116,13 +116,13 @@ def assert_grown_alike(
     """Grow a dozen trees both ways, each behind what is left of the one before; they are compared as they are seen."""
     rng = random.Random(seed)
     at_once, in_steps = Drafter(Counting(decoder, 600)), Drafter(StepByStep(decoder, 600))
-    tokens, told, tree = some_tokens(request.prompt_length, seed), 0, NO_TREE
+    tokens, base, tree = some_tokens(request.prompt_length, seed), 0, NO_TREE
     for drafter in (at_once, in_steps):
         drafter.open(0, request)
     for number in range(12):
         growth = some_growth(rng)
-        order = Grow(Context(told, tuple(tokens[told:]), tokens), with_lookup(rng, tree, growth), growth, number)
-        told, polls = len(tokens), rng.choice([99, 99, 2])
+        order = Grow(Context(base, tuple(tokens[base:]), tokens), with_lookup(rng, tree, growth), growth, number)
+        base, polls = len(tokens), rng.choice([99, 99, 2])
         grown, expected = (seen(drafter.draft({0: order}, done_after(polls))[0]) for drafter in (at_once, in_steps))
         assert grown == expected
         for drafter in (at_once, in_steps):

@@ -63,7 +63,9 @@ def test_texts_are_those_of_plain_decoding_and_what_was_launched_is_what_is_orde
 
 
 @pytest.mark.parametrize("shaping", [{"top_p": 0.8}, {"logprobs": 1}, {"presence_penalty": 0.5}])
-def test_nothing_is_launched_ahead_where_more_than_a_graph_is_wanted(shaping: dict[str, Any], decoders: tuple[Any, Any]) -> None:
+def test_nothing_is_launched_where_more_than_a_graph_is_wanted(
+    shaping: dict[str, Any], decoders: tuple[Any, Any]
+) -> None:
     params, works = SamplingParams(temperature=0.8, max_tokens=30, **shaping), executor(decoders, Serial)[0]
     expected = decode(executor(decoders, Serial)[0], "autoregressive", params, 1).tokens
     assert decode(works, "specbranch", params, 1).tokens == expected and counts(works) == (0, 0)

@@ -546,10 +546,10 @@ def test_the_residual_of_equal_laws_is_the_law_itself() -> None:
 def test_logprobs_are_those_of_the_unshaped_logits() -> None:
     logits = _logits()
     expected = logits[0].double().log_softmax(-1)
-    told = TorchSampler(VOCABULARY).logprobs(TensorRow(logits, 0), 17, 5)
-    assert told.logprob == pytest.approx(float(expected[17]), abs=1e-5)
-    assert [token for token, _ in told.top] == expected.topk(5).indices.tolist()
-    assert [value for _, value in told.top] == pytest.approx(expected.topk(5).values.tolist(), abs=1e-5)
+    reported = TorchSampler(VOCABULARY).logprobs(TensorRow(logits, 0), 17, 5)
+    assert reported.logprob == pytest.approx(float(expected[17]), abs=1e-5)
+    assert [token for token, _ in reported.top] == expected.topk(5).indices.tolist()
+    assert [value for _, value in reported.top] == pytest.approx(expected.topk(5).values.tolist(), abs=1e-5)
     assert TorchSampler(VOCABULARY).logprobs(TensorRow(logits, 0), 17, 0).top == ()
 
 

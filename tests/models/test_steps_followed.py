@@ -160,7 +160,7 @@ def test_a_step_that_was_launched_for_other_tokens_is_left_alone(decoder: Any, m
 
 
 @pytest.mark.parametrize("shaping", [{"top_p": 0.8}, {"logprobs": 1}, {"presence_penalty": 0.5}])
-def test_nothing_is_launched_ahead_where_more_than_a_graph_is_wanted(shaping: dict[str, Any], decoder: Any) -> None:
+def test_nothing_is_launched_where_more_than_a_graph_is_wanted(shaping: dict[str, Any], decoder: Any) -> None:
     params, runner, prompt = (
         SamplingParams(temperature=0.3, max_tokens=30, **shaping),
         CountingRunner(decoder, 600),

@@ -151,8 +151,8 @@ def test_the_chat_says_what_the_engine_says(visit: Visit, reference: LLM) -> Non
 def test_a_word_tells_who_proposed_it(visit: Visit) -> None:
     visit.page.select_option("#chat-method", "pearl")  # which drafts whether it pays or not
     visit.ask()
-    told = {"target": "the target's own", "draft": "was drafted", "branch": "foreseen"}
-    for origin, words in told.items():
+    reply = {"target": "the target's own", "draft": "was drafted", "branch": "foreseen"}
+    for origin, words in reply.items():
         found = visit.page.locator(f".answer .tok.{origin}")
         if found.count():
             found.locator("b:not(:empty)").first.click()

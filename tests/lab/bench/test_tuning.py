@@ -81,9 +81,9 @@ def test_of_one_knob_the_best_value_is_taken(method: str, clock: Clock, fresh: R
     for trial in found.trials:
         assert trial.seconds == pytest.approx(seconds[trial.config.num_speculative_tokens])
     assert found.best.seconds == pytest.approx(min(seconds.values()))
-    told_apart = len({round(value, 6) for value in seconds.values()}) > 3
+    differs = len({round(value, 6) for value in seconds.values()}) > 3
     # a tiny draft is so unsure that AdaEDL stops at once
-    assert told_apart or method == "adaptive", "the length made no difference"
+    assert differs or method == "adaptive", "the length made no difference"
 
 
 @pytest.mark.slow
@@ -207,9 +207,9 @@ def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(
 
 
 def test_progress_is_reported(fresh: RecordedPair) -> None:
-    told: list[tuple[str, int, int]] = []
-    Tuner(fresh, goal(), lambda *what: told.append(what)).search("speculative")
-    assert ("Tuning speculative for cheap", 3, 12) in told and told[0] == ("Recording the target", 0, 2)
+    reported: list[tuple[str, int, int]] = []
+    Tuner(fresh, goal(), lambda *what: reported.append(what)).search("speculative")
+    assert ("Tuning speculative for cheap", 3, 12) in reported and reported[0] == ("Recording the target", 0, 2)
 
 
 def test_methods_without_knobs_are_left_as_they_are(recorded: RecordedPair) -> None:

@@ -31,21 +31,21 @@ def about(findings: list[Finding], what: str) -> Finding:
 
 @pytest.fixture(scope="module")
 def examined(pair: tuple[str, str]) -> tuple[DoctorReport, list[Finding], list[str]]:
-    told: list[Finding] = []
+    reported: list[Finding] = []
     steps: list[str] = []
-    report = examine(patient(*pair), told.append, lambda what, done, total: steps.append(what))
-    return report, told, steps
+    report = examine(patient(*pair), reported.append, lambda what, done, total: steps.append(what))
+    return report, reported, steps
 
 
 @pytest.mark.slow
 def test_a_sound_pair_is_well_and_every_method_is_predicted(
     examined: tuple[DoctorReport, list[Finding], list[str]],
 ) -> None:
-    report, told, steps = examined
-    assert report.is_well and told == report.findings and steps[-1] == "Done"
+    report, reported, steps = examined
+    assert report.is_well and reported == report.findings and steps[-1] == "Done"
     here = {"Python", "torch", "CPU", "GPU", "Memory", "Cache folder"}
     both = {"Target", "Draft", "Vocabulary", "Agreement", "Costs", "Method"}
-    assert here | both <= {finding.about for finding in told}
+    assert here | both <= {finding.about for finding in reported}
     methods = {one.method: one for one in report.predictions}
     assert {"autoregressive", "speculative", "pearl", "specbranch", "lookup", "auto"} <= methods.keys()
     assert methods["autoregressive"].speedup == 1.0 and all(one.speedup > 0 for one in report.predictions)

@@ -161,11 +161,11 @@ def test_two_processes_side_by_side_make_a_profile_that_overlaps() -> None:
 
 
 def test_streams_make_a_profile_that_overlaps() -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     pair = toys(executor="streams", target=Deferred(law(), lambda: 3))
-    profile = measure(pair, replace(BRIEF, seconds=60.0), lambda what, done, total: told.append((done, total)))
+    profile = measure(pair, replace(BRIEF, seconds=60.0), lambda what, done, total: reported.append((done, total)))
     assert profile.overlap and "streams executor" in profile.note and profile.provenance["executor"] == "streams"
-    assert [done for done, _ in told] == list(range(1, told[-1][1] + 1)), "progress counts up to its end"
+    assert [done for done, _ in reported] == list(range(1, reported[-1][1] + 1)), "progress counts up to its end"
 
 
 @pytest.mark.slow

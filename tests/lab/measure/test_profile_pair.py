@@ -121,9 +121,9 @@ def test_the_check_charges_what_the_profile_says() -> None:
 
 
 def test_progress_counts_up_to_its_end() -> None:
-    told: list[tuple[int, int]] = []
-    measure(toys(), replace(BRIEF, seconds=60.0), lambda what, done, total: told.append((done, total)))
-    assert [done for done, _ in told] == list(range(1, len(told) + 1)) and told[-1][0] == told[-1][1]
+    reported: list[tuple[int, int]] = []
+    measure(toys(), replace(BRIEF, seconds=60.0), lambda what, done, total: reported.append((done, total)))
+    assert [done for done, _ in reported] == list(range(1, len(reported) + 1)) and reported[-1][0] == reported[-1][1]
 
 
 @pytest.mark.parametrize(

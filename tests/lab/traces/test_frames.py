@@ -35,7 +35,7 @@ def filmed(
     trace, film, frames = Trace(), Film(), list[Frame]()
     loop = Loop(virtual_clock(0.25, profile=profile) if profile else serial(0.25), trace)
     session = Case((seed, 2), 0.7, seed, ending).session(next_number())
-    session.on_round = lambda *told: frames.extend(filter(None, [film.see(*told)]))
+    session.on_round = lambda *reported: frames.extend(filter(None, [film.see(*reported)]))
     loop.join(session, METHODS[config.method or ""].start(session, config, Experience(profile)))
     run_out(loop)
     return session, frames, trace
@@ -102,12 +102,12 @@ def test_times_are_those_of_the_trace() -> None:
 def test_a_frame_is_plain_values_for_a_page() -> None:
     _, frames, _ = filmed("specbranch", 2)
     frame = next(one for one in frames if one.path)
-    told = frame.to_dict(str)
+    reported = frame.to_dict(str)
     node = frame.nodes[frame.path[0]]
-    assert told["nodes"][frame.path[0]] == [
+    assert reported["nodes"][frame.path[0]] == [
         *(str(node.token), node.token, node.parent, round(node.said * 100) or None, node.given, 1)
     ]
-    assert (told["path"], told["token"], told["text"]) == (list(frame.path), frame.token, str(frame.token))
+    assert (reported["path"], reported["token"], reported["text"]) == (list(frame.path), frame.token, str(frame.token))
 
 
 @pytest.mark.parametrize("name", ["pearl", "tree", "specbranch"])

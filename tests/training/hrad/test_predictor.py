@@ -145,12 +145,12 @@ def test_a_predictor_that_cannot_be_used_is_a_sentence_and_decoding_goes_on(
         text = llm.generate("A branch", {"max_tokens": 12}).token_ids
         again = llm.using(speculative={**config, "stop_below": 0.2}).generate("A branch", {"max_tokens": 12}).token_ids
         assert text == again == llm.using("autoregressive").generate("A branch", {"max_tokens": 12}).token_ids
-    told = [
+    reported = [
         record.message
         for record in caplog.records
         if "Decoding goes on by the draft's confidence alone." in record.message
     ]
-    assert len(told) == 1 and words in told[0]
+    assert len(reported) == 1 and words in reported[0]
 
 
 def test_a_pair_without_a_predictor_and_a_draft_that_is_too_long_are_reported(
