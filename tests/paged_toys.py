@@ -25,7 +25,7 @@ class PagedStates(MutableSequence[State]):
         self.read = PrefilledPrompt(self.table)
 
     def reach(self, length: int) -> None:
-        """Have room for so many states, those behind the present end nobody else's, or raise CacheFull."""
+        """Reserve room for some states, those behind the present end unshared, or raise CacheFull."""
         self.table.reserve(self._length, length, self._copy)
 
     def recall(self, text: Sequence[int], chunk: int) -> int:
@@ -66,7 +66,7 @@ class PagedStates(MutableSequence[State]):
 
 
 class PagedToyRunner(ToyRunner):
-    """A toy with `pages` pages of `page` places each, which reads prompts in chunks of `prefill_chunk` tokens."""
+    """A toy with `pages` pages of `page` KV slots each, which prefills in chunks of `prefill_chunk` tokens."""
 
     _states: dict[int, PagedStates]  # type: ignore[assignment] # what the toy does with its states is the same
 
@@ -95,7 +95,7 @@ class PagedToyRunner(ToyRunner):
         return max(self.pool.free - due, 0) * self.pool.size
 
     def demand(self, seq: int, count: int) -> None:
-        """Make sure that so many more nodes can be fed, or raise CacheFull."""
+        """Make sure that this many more nodes can be fed, or raise CacheFull."""
         super().demand(seq, count)
         self._states[seq].reach(len(self._states[seq]) + count)
 

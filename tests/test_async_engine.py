@@ -320,7 +320,7 @@ def test_a_watcher_sees_every_token(pair: tuple[str, str], reference: LLM, metho
         def see(*reported: Any) -> None:
             frames.extend(filter(None, [film.see(*reported)]))
 
-        beside = engine.submit("Smile", PARAMS)  # of whose rounds nothing is told
+        beside = engine.submit("Smile", PARAMS)  # without a watcher
         output = await engine.submit(PROMPT, PARAMS, {"method": method, "on_round": see}).output()
         await beside.output()
         return output

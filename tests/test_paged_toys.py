@@ -111,7 +111,7 @@ def test_a_request_that_finds_no_room_says_so_and_takes_nothing() -> None:
 
 
 def test_a_page_with_two_meanings_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the texts above hang on what lies in the pages."""
+    """The texts above depend on the content of the pages."""
     pair = Pair(pages=60)
     serve(pair, 20, 2, compared=0.0)
     memory = pair.target._memory

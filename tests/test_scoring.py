@@ -30,7 +30,7 @@ def expected(target: str, ids: list[int]) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0]
-    return logits.float().log_softmax(-1)  # as log-probabilities are told
+    return logits.float().log_softmax(-1)  # as log-probabilities are reported
 
 
 @pytest.mark.parametrize("length", [2, GIVEN_AT_ONCE, GIVEN_AT_ONCE + 1, GIVEN_AT_ONCE + 2, 3 * GIVEN_AT_ONCE + 5])

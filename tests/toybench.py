@@ -1,7 +1,7 @@
 """A bench of toy models: executors around them, requests of every kind, and one session run to its end.
 
-Owns what tests on toys share. Invariant: `plainly` decodes from the law and the noise alone, with no cache, worker or
-session, so a fault in any of those cannot hide on both sides of a comparison.
+Owns what tests on toys share. Invariant: `plainly` decodes from the law and the noise alone, without cache, worker or
+session. So a fault in any of those cannot hide on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Interrupted:
 
 
 class Overheard(Process):
-    """Notes what the child is told."""
+    """Notes what the child is sent."""
 
     def __init__(self, target: Verifier, recipe: Recipe) -> None:
         self.sent_messages: list[Any] = []
@@ -285,7 +285,7 @@ class Timeless(Experience):
 
 
 class Wanderer(Planner):
-    """Grows and sends whatever comes to its mind; what that is hangs on the text and on past verdicts."""
+    """Extends and sends random nodes; they depend on the text and on past verdicts."""
 
     def __init__(self, session: Session, ngrams: Ngrams | None = None) -> None:
         super().__init__(Experience(PROFILE), ngrams=ngrams)
@@ -296,7 +296,7 @@ class Wanderer(Planner):
         return random.Random(hash((purpose, tuple(self.session.tokens), stats.rejected, stats.losing, stats.siblings)))
 
     def lane_offer(self, tree: Tree, uncomputed: int) -> None:
-        """Nobody is asked."""
+        """Ask nobody."""
 
     def while_waiting(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:
         return self._any("alone") if self._random("whether").random() < 0.6 else None
@@ -329,7 +329,7 @@ class Wanderer(Planner):
 
 
 def wandering(session: Session) -> MethodRounds:
-    """Every order of growing and sending comes up."""
+    """Every order of drafting and sending comes up."""
     return growing(session, Wanderer(session, Ngrams(session.tokens, 2)))
 
 

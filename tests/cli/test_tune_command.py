@@ -47,7 +47,7 @@ def one_thread() -> None:
 
 
 def profile(folder: Path, draft: float, **more: Any) -> str:
-    """A profile in which a draft step costs so much of a target forward."""
+    """A profile in which a draft step costs some share of a target forward."""
     path = folder / "made.json"
     CostProfile(target=((1, 1.0), (32, 1.1)), draft=((1, draft),), **more).save(path)
     return str(path)

@@ -115,7 +115,7 @@ def test_a_text_forged_behind_a_near_tie_is_found(
 
 
 def test_a_second_near_tie_is_a_difference(command: Command, tied: Tied) -> None:
-    """Both tokens are tied at every place, as nothing else is likely."""
+    """Both tokens are tied at every position, and nothing else is likely."""
     bias = ("--logit-bias", f"{tied.said}:50", "--logit-bias", f"{tied.other}:50", "--frequency-penalty", "0")
     (answer,) = command("generate", PROMPT, "--target", tied.target, *MADE, *bias).answers()
     first, *_ = answer["token_ids"]

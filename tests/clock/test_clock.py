@@ -151,7 +151,7 @@ def test_what_a_draft_takes_once_comes_before_its_first_step() -> None:
     [  # before a round of the target alone behind one of it, then behind a draft; and before a draft
         ("autoregressive", {"target target": 0.25}),
         ("speculative", {"draft target": 1.25, "target draft": 1.25}),
-        ("tree", {"draft target": 0.25, "target draft": 1.25}),  # the target verifies a tree where it has grown
+        ("tree", {"draft target": 0.25, "target draft": 1.25}),  # the target verifies a tree on the draft's device
         ("lookup", {"target target": 0.75}),
     ],
 )
@@ -190,7 +190,7 @@ def test_the_clock_knows_how_much_text_there_is() -> None:
     _, events = traced(
         SpeculativeConfig(method="autoregressive"), profile, Case((1, 2), 0.0, 0, Ending("four", max_tokens=4))
     )
-    assert [e.end - e.start for e in events] == [0.5, 1.0, 2.0, 3.0]  # the first reads the prompt, after nothing
+    assert [e.end - e.start for e in events] == [0.5, 1.0, 2.0, 3.0]  # the first is the prefill, behind nothing
 
 
 @pytest.mark.parametrize(("rows", "seconds"), [(0, 10.0), (1, 10.0), (4.5, 13.5), (8, 17.0), (10, 19.0)])

@@ -160,7 +160,7 @@ def test_a_time_in_which_something_was_set_up_is_not_believed() -> None:
         for rows in (1, 16):
             verified(costs, rows, 1.0)
         grown(costs, (1, 1), 0.4)
-    verified(costs, 12, 1.0)  # the first of about so many rows is dropped anyway
+    verified(costs, 12, 1.0)  # the first of about as many rows is dropped anyway
     verified(costs, 13, 90.0)
     grown(costs, (13, 1, 1, 1), 0.8)
     grown(costs, (14, 1, 1, 1), 70.0)

@@ -11,7 +11,7 @@ SIZE = 4
 
 
 def read(pool: Pool, text: list[int], chunk: int = SIZE) -> PrefilledPrompt:
-    """Read a prompt as a runner does, but for what is known of it."""
+    """Prefill a prompt as a runner does, except for what is cached of it."""
     prompt = PrefilledPrompt(PageTable(pool))
     held = prompt.recall(text, 0, chunk)
     prompt.table.reach(len(text))

@@ -1,4 +1,4 @@
-"""What of a grown tree is verified: the choice that a device can make is the one of planner and market."""
+"""Which nodes of a tree are verified: the choice that a device can make is that of planner and market."""
 
 from __future__ import annotations
 

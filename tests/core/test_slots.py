@@ -1,5 +1,4 @@
-"""Slots against a list of lists: whatever is extended, grown, forked, truncated, committed and dropped, both tell
-the same."""
+"""Slots against a list of lists: after any sequence of operations both hold the same."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ class Node:
 
 
 class SlotsAgainstLists(RuleBasedStateMachine):
-    """Memory is a list of labels by place; moves are carried out on it as a runner would."""
+    """Memory is a list of labels by KV slot; moves are carried out on it as a runner would."""
 
     def __init__(self) -> None:
         super().__init__()

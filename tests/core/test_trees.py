@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: what grows, what is read next, what is left after a verdict."""
+"""Trees of drafted tokens: how they are extended, what is computed next, what is left after a verdict."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is read aside of a verification is never taken, changes no verdict, and is told as the target itself would go
-on there."""
+"""Rows that a verification computes aside are never accepted, change no verdict, and give the target's own
+continuation there."""
 
 from __future__ import annotations
 

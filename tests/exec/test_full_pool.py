@@ -73,7 +73,7 @@ def test_equal_prompts_share_a_pool_that_has_room_for_one(length: int, method: s
 
 
 def requests(rng: random.Random, count: int, names: Sequence[str]) -> list[tuple[Case, SpeculativeConfig]]:
-    """Requests of some methods, most of which begin alike."""
+    """Requests of some methods, most of which share a prefix."""
     asked: list[tuple[Case, SpeculativeConfig]] = []
     for at in range(count):
         beginning = BEGINNING[: rng.choice((3, 7, 7, 9, 9, 30))]

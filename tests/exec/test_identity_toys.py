@@ -1,7 +1,7 @@
 """Every method on every executor gives, token for token, what plain decoding gives with the same seed.
 
 Thousands of runs on toys whose law depends on every token. Each cell (method × executor × temperature) also proves that
-it was hard enough: it counts branch hits on other heads, rejections inside chains, whole chains accepted, and ends
+it was hard enough. It counts branch hits on other heads, rejections inside chains, whole chains accepted, and ends
 inside accepted blocks.
 """
 
@@ -225,7 +225,7 @@ def executor_of() -> Iterator[Callable[[str, float, int], Executor]]:
                 return virtual_clock(drift, vocabulary)
             if kind.startswith("streams"):
                 return streams(drift, vocabulary)
-            # An instant target would be done before the draft has begun, and no branch would grow.
+            # An instant target would be done before the draft has started, and no branch would be drafted.
             seconds = (0.001, 0.00005) if kind.endswith("until target") else (0.0, 0.0)
             return child(drift, vocabulary, *seconds)
 
@@ -391,7 +391,7 @@ def test_under_ratio_another_seed_gives_another_output() -> None:
 
 
 class CountingDrafter(Drafter):
-    """Counts how often it had to be told a whole sequence."""
+    """Counts how often it was sent a whole sequence."""
 
     sent_whole = 0
 

@@ -387,7 +387,7 @@ def test_reading_beside_the_target_has_to_bring_more_than_beginning_with_the_ver
         growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
         grant = granted({number: planner.row_offer(growing.tree(), [0]) for number in range(batch_size)})[0]
         found.append(planner.while_verifying(growing.tree(), grant) is not None)
-    # in a batch nothing is begun with a verdict, so nothing is lost
+    # in a batch nothing is launched with a verdict, so nothing is lost
     assert found == [True, True, batch_size > 1]
 
 
@@ -425,7 +425,7 @@ BEGINS_AHEAD = replace(TEN, asking=0.0005)
 
 
 def test_a_round_that_sends_nothing_may_have_the_draft_work_beside_it() -> None:
-    """What is begun with a verdict comes before that only where looked-up text is sent."""
+    """A step launched with a verdict comes before drafting only where looked-up text is sent."""
     planner = Planner(Experience(BEGINS_AHEAD))
     planner.begin(10)
     growing = GrowingTree(NO_TREE)

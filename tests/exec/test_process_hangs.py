@@ -1,5 +1,7 @@
-"""A draft process that hangs, lies or is slow costs its requests the draft and nothing else: every answer is complete
-and identical, and nobody waits for long."""
+"""A draft process that hangs, lies or is slow costs its requests the draft and nothing else.
+
+Every answer is complete and identical, and nobody waits for long.
+"""
 
 from __future__ import annotations
 

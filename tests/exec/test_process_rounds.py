@@ -99,7 +99,7 @@ def test_heads_are_sent_together_also_where_a_session_has_none() -> None:
 
 
 def whole(message: Work) -> set[int]:
-    """The sessions that are told everything."""
+    """The sessions that are sent whole."""
     return {session for session, order in message.orders.items() if order.on.base == 0}
 
 
@@ -133,7 +133,7 @@ def test_only_the_session_that_the_child_has_lost_is_sent_whole(kind: str) -> No
 
 
 class Counted(Drafter):
-    """Notes which sessions it is told whole."""
+    """Notes which sessions it is sent whole."""
 
     def draft(
         self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None

@@ -1,4 +1,4 @@
-"""Orders may be carried out again: at once, in part, or after later ones; what is said stays the same."""
+"""Orders may be carried out again: at once, in part, or after later ones; the text stays the same."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def holds_nothing(executor: Executor) -> bool:
 
 
 BOTH: tuple[Rule, ...] = ("match", "ratio")
-# Places of target and draft. Under the ratio rule a draft without memory drafts nothing, and other tokens of the same
+# KV slots of target and draft. Under the ratio rule a draft without memory drafts nothing, and other tokens of the same
 # law are said, so that it is tried under match alone.
 MEMORIES: dict[str, tuple[int | None, int | None, tuple[Rule, ...]]] = {
     "much memory": (None, None, BOTH),

@@ -59,7 +59,7 @@ def tokens(count: int, seed: int = 1) -> list[int]:
 
 
 def read(runner: NativeRunner, seq: int, text: list[int]) -> torch.Tensor:
-    """Read a prompt; returns what is in the cache of it [tokens, layers, 2, kv_heads, head_dim]."""
+    """Prefill a prompt; return its KV cache [tokens, layers, 2, kv_heads, head_dim]."""
     runner.open(seq, GREEDY)
     runner.extend(seq, text)
     kv_slots = runner._held[seq].table.flat(np.arange(len(text)))

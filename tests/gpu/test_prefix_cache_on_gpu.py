@@ -1,5 +1,7 @@
-"""The prefix cache on a GPU: what is taken from it has the bits of reading it, behind graphs, steps that were started
-ahead and pages that several share."""
+"""The prefix cache on a GPU: a cached prefix has the bits of prefilling it.
+
+This holds behind graphs, behind steps launched ahead, and with shared pages.
+"""
 
 from __future__ import annotations
 
@@ -133,10 +135,10 @@ def test_samples_write_to_pages_of_their_own_while_a_step_is_under_way(both: lis
     expected = []
     for runner in both:
         said = []
-        for seq in range(4):  # each comes when the one before has begun to write behind the prompt
+        for seq in range(4):  # each comes when the one before has started to write behind the prompt
             read(runner, seq, prompt)
             said.append(runner.score([Feed(seq, (prompt[-1], seq, 5), (ROOT, 0, 0))])[0][2].logits.cpu())
-            runner.keep(seq, (0, 2), 2)  # a place moves when the runner next works
+            runner.keep(seq, (0, 2), 2)  # a slot moves when the runner next works
         said += [rows[0].logits.cpu() for rows in runner.score([Feed(seq, (7,), (ROOT,)) for seq in range(4)])]
         expected.append(torch.stack(said))
         runner.check()

@@ -161,7 +161,7 @@ def test_under_ratio_requests_are_served_too(executor: Streams) -> None:
 
 
 def ordered(base: int, tokens: tuple[int, ...], most: int) -> Orders:
-    """Verify, and grow a tree of so many steps beside it."""
+    """Verify, and extend a tree by some steps beside it."""
     on = Context(base, tokens)
     growth = Growth((0.0,), Timeless(PROFILE).insight.chances(), free_time=1e9, most=most, worth=1.0, least=0.0)
     return Orders(Grow(on, NO_TREE, growth, base), Verify(on))

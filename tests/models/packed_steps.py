@@ -1,5 +1,5 @@
-"""Sequences over pages that are fed through packed steps, for tests on a CPU and on a GPU; what a row sees is told
-by `Slots` alone."""
+"""Sequences over pages that are fed through packed steps, for tests on CPU and GPU. `Slots` alone says what a row
+sees."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Line:
 
 
 def expected_slots(line: Line, node: int) -> list[int]:
-    """The flat places of a node's ancestors and itself, by the definition."""
+    """The flat KV slots of a node's ancestors and itself, by the definition."""
     kv_slots = [*range(len(line.slots.prefix)), *(line.slots.slot_of(one) for one in line.slots.path(node))]
     return [line.table.pages[place // PAGE] * PAGE + place % PAGE for place in kv_slots]
 

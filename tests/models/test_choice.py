@@ -20,7 +20,7 @@ WIDTH = 5000
 
 
 def some_rows(rows: int, seed: int) -> tuple[torch.Tensor, np.ndarray, torch.Tensor]:
-    """Logits, what is asked of them (a tree, noise in every other row), and their noise."""
+    """Logits, what to choose of them (a tree, noise in every other row), and their noise."""
     rng, noise = random.Random(seed), Noise()
     logits = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)) * 3
     table = np.zeros((6, rows), dtype=np.int32)

@@ -1,5 +1,4 @@
-"""A prompt is read in chunks: cut at absolute places, each behind all before it, and none of it left behind by an
-interrupt."""
+"""Prefill in chunks: cut at absolute positions, each behind all before it, and none lost by an interrupt."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def runner(request: pytest.FixtureRequest, decoder: Decoder) -> NativeRunner:
 
 
 def read(runner: NativeRunner, seq: int, tokens: Sequence[int]) -> torch.Tensor:
-    """Read a prompt; returns what is in the cache of it [layers, 2, kv_heads, tokens, head_dim]."""
+    """Prefill a prompt; return its KV cache [layers, 2, kv_heads, tokens, head_dim]."""
     runner.open(seq, GREEDY)
     runner.extend(seq, tokens)
     return cache(runner, seq)
@@ -155,7 +154,7 @@ def test_kv_slots_move_before_a_chunk_is_written_over_them(decoder: Decoder) -> 
         runner.open(0, GREEDY)
         runner.extend(0, some_tokens(40))
         runner.feed([Feed(0, (9, 7, 5), (ROOT, ROOT, 1))])
-        runner.keep(0, (1, 2), 2)  # both move one place down
+        runner.keep(0, (1, 2), 2)  # both move one slot down
         runner.extend(0, some_tokens(20, seed=3))
         found.append(cache(runner, 0))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-11)

@@ -1,4 +1,4 @@
-"""Trees that grow where the model is: the same trees as those that are asked for step by step, and the same places."""
+"""Trees extended on the device: the same trees as step by step, and the same KV slots."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepByStep(GpuRunner):
 
 
 class Counting(GpuRunner):
-    """Counts the trees that it grew by itself."""
+    """Counts the trees that it extended by itself."""
 
     grown = 0
 
@@ -113,7 +113,7 @@ def test_a_tree_that_grows_into_another_page_keeps_it(seed: int, length: int, de
 def assert_grown_alike(
     seed: int, request: Request, decoder: Any, seen: Callable[[Any], Any] = lambda tree: tree
 ) -> None:
-    """Grow a dozen trees both ways, each behind what is left of the one before; they are compared as they are seen."""
+    """Extend a dozen trees both ways, each behind the rest of the one before; compare them one by one."""
     rng = random.Random(seed)
     at_once, in_steps = Drafter(Counting(decoder, 600)), Drafter(StepByStep(decoder, 600))
     tokens, base, tree = some_tokens(request.prompt_length, seed), 0, NO_TREE
@@ -137,7 +137,7 @@ def assert_grown_alike(
 
 
 def done_after(polls: int) -> Any:
-    """A target that is done when it was asked so many times."""
+    """A target that is done after some polls."""
     left = iter(range(polls))
     return lambda: next(left, None) is None
 

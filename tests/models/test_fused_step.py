@@ -166,7 +166,7 @@ RUNNERS: dict[str, Callable[[Path], NativeRunner]] = {
 
 
 def sizes_of(rows: int, rng: random.Random) -> list[int]:
-    """Cut so many rows into those of several sequences."""
+    """Split rows among several sequences."""
     sizes = [min(rows, rng.randint(1, 40))]
     return sizes + (sizes_of(rows - sizes[0], rng) if rows > sizes[0] else [])
 

@@ -254,7 +254,7 @@ class Counting(CountingRunner):
         begun = (
             begun[0],
             begun[1] + self.received_right - right,
-        )  # what was begun with a tree is compared, long since told
+        )  # what was launched with a tree is compared with the order, which came long before
         assert self.transfer.reads == begun[1], "a verification waited before its verdicts were called for"
 
         def counted() -> list[Judged]:
@@ -305,7 +305,7 @@ def test_a_node_behind_siblings_scores_as_in_plain_decoding(
     rows = runner.score([feed])[0]
     for node, expected in zip(nodes, alone, strict=True):
         torch.testing.assert_close(rows[node].logits, expected, rtol=0, atol=1e-11)
-    runner.keep(0, nodes[:20], 20)  # moved to their own places: what follows is the same again
+    runner.keep(0, nodes[:20], 20)  # moved to their own slots: what follows is the same again
     again = runner.score([Feed(0, tuple(line[20:]), tuple(range(ROOT, 9)))])[0]
     for row, expected in zip(again, alone[20:], strict=True):
         torch.testing.assert_close(row.logits, expected, rtol=0, atol=1e-11)
@@ -386,7 +386,7 @@ def test_an_interrupt_loses_no_move(logprobs: int | None, decoder: Any) -> None:
     verifier.open(0, Request(SamplingParams(temperature=0.0, logprobs=logprobs), 0, len(text)))
     runner.extend(0, text[:-1])
     runner.feed([Feed(0, (text[-1], 9, 7), (ROOT, 0, 0))])
-    runner.keep(0, (0, 2), 2)  # the second sibling moves to the place of the first
+    runner.keep(0, (0, 2), 2)  # the second sibling moves to the slot of the first
     order = Verify(Context(0, (*text, 7, 5)))
     interrupted.left = 1
     with pytest.raises(KeyboardInterrupt):

@@ -36,7 +36,7 @@ def table_of(step: Views, row: int) -> list[int]:
 
 
 def slots_seen(step: Views, row: int) -> list[int]:
-    """What a packed row reads, one place after the other."""
+    """The KV slots that a packed row reads, one after the other."""
     table = table_of(step, row)
     shared = [table[at // PAGE] * PAGE + at % PAGE for at in range(int(step.shared[row]))]
     return shared + step.own[row, : int(step.own_count[row])].tolist()

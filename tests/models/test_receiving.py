@@ -1,5 +1,5 @@
-"""A target that begins to verify a tree where it has grown: the step is the one that is ordered then, and no text
-changes by it."""
+"""A target that starts to verify a tree on the device: the step is the one that is ordered then, and no text
+changes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_step_that_was_launched_for_other_tokens_is_left_alone(
 
 
 def grown(rng: random.Random, size: int) -> list[Node]:
-    """A tree as it is when it has grown; some of it was looked up, so that what lies below is to be weighed anew."""
+    """A tree at its full size; some of it was looked up, so that nodes below are to be weighed anew."""
     nodes: list[Node] = []
     for n in range(size):
         parent = rng.choice([ROOT, *range(max(n - 6, 0), n)])

@@ -1,5 +1,4 @@
-"""Which code reads a token hangs on its position and the prompt's length alone, so a text that is read again has the
-same bits."""
+"""Position and prompt length alone decide which code computes a token, so recomputed text has the same bits."""
 
 from __future__ import annotations
 

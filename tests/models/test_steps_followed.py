@@ -1,5 +1,5 @@
-"""Rounds that verify looked-up text on a GPU's runner, here on the CPU: what follows on a verdict is begun with it, and
-no text changes by that."""
+"""Rounds that verify looked-up text on a GPU's runner, here on the CPU: the next step is launched with the verdict, and
+no text changes."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_step_that_was_launched_for_other_tokens_is_left_alone(decoder: Any, m
     for prompt in prompts():
         expected = plain(decoder, WARM.temperature, tuple(prompt))
         assert decode(runner, "lookup", WARM, prompt, Streams) == expected
-    # a round that verifies nothing but its own token has been begun, whatever came behind
+    # a round that verifies nothing but its own token has been launched, whatever came behind
     assert runner.followed > 20 and runner.followed_right < runner.followed
 
 

@@ -1,5 +1,4 @@
-"""A draft that reads a text before it is asked what follows: trees are those that grow without it, and no text
-changes by it."""
+"""A draft that prefills a text before a proposal is ordered: trees and texts are those without it."""
 
 from __future__ import annotations
 
@@ -34,14 +33,14 @@ from toybench import PROFILE, Timeless, run_out
 __all__ = ["decoders"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMS = [SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(temperature=0.9, max_tokens=40)]
-# What follows a verdict may be begun with it, and beside the target nothing is drafted.
+# The next step may be launched with a verdict, and nothing is drafted beside the target.
 AHEAD = replace(PROFILE, asking=1e-6, slow_down=1.0)
 
 
 def planned(
     works: Serial, method: str, params: SamplingParams, number: int, length: int = 25, repeats: int = 1
 ) -> tuple[list[int], list[Tree]]:
-    """The text of a request, and the trees that grew; `repeats`: how often its prompt says the same."""
+    """The text of a request, and its trees; `repeats`: how often its prompt says the same."""
     prompt = some_tokens(length, seed=number) * repeats
     session = Session(number, prompt, Request(params, number, len(prompt), eos_ids=(7,)), 295)
     trees: list[Tree] = []

@@ -345,7 +345,7 @@ def test_what_cannot_be_loaded_is_named_in_a_sentence(tmp_path: Path) -> None:
         load_transformers(tmp_path)
 
 
-# --- over several GPUs: how it is asked for, and when it is refused ---
+# --- over several GPUs: how it is requested, and when it is refused ---
 
 
 @pytest.fixture

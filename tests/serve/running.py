@@ -40,7 +40,7 @@ class Running:
         return self.http.post(path, content=sent, headers={"content-type": "application/json", **headers})
 
     def error(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Ask for something that is refused; returns the status and what is told."""
+        """Send a request that is refused; return the status and the error."""
         response = self.post(path, body)
         assert set(response.json()) == {"error"}, response.text
         return response.status_code, response.json()["error"]

@@ -1,4 +1,4 @@
-"""Who may ask: keys are hashed at rest and can be taken back; a server on loopback answers to no other name."""
+"""Who may use the server: keys are hashed at rest and can be revoked; a server on loopback answers to no other name."""
 
 from __future__ import annotations
 

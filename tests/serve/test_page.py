@@ -1,5 +1,4 @@
-"""The page in a real browser: what is seen at once, what is asked live, by keyboard, on a phone, in both colour
-schemes."""
+"""The page in a real browser: what it shows at once and live, by keyboard, on a phone, in both colour schemes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text given out piece by piece is the text of the whole."""
+"""Text returned in parts is the text of the whole list."""
 
 from __future__ import annotations
 

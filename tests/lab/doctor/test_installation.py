@@ -1,4 +1,4 @@
-"""What is wrong with an installation is found, and told with what to do about it."""
+"""Problems of an installation are found, and reported with what to do about them."""
 
 from __future__ import annotations
 

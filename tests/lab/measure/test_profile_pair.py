@@ -52,7 +52,7 @@ def test_a_profile_says_where_it_comes_from(measured: CostProfile, tmp_path: Pat
 
 
 class Lazy:
-    """A model that is waited for when its verdicts are called for, and grows trees by itself."""
+    """A model whose verdicts have to be waited for, and which extends trees by itself."""
 
     begun = grown_at = None
 

@@ -81,7 +81,7 @@ def test_the_batch_is_full_until_the_last_request_is_done(draft: ReplayedModel) 
         SpeculativeConfig(method="autoregressive"), COSTS, 4, Experience(COSTS)
     )
     longest = len(records[0].tokens)
-    assert found.tokens > 0.9 * 4 * longest  # plain decoding: a token a round in every place
+    assert found.tokens > 0.9 * 4 * longest  # plain decoding: a token a round for each of the batch
     assert found.seconds == pytest.approx(longest * COSTS.target_seconds(4), rel=0.1)
 
 

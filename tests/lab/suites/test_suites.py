@@ -159,7 +159,7 @@ def test_a_public_suite_that_is_not_there_says_where_it_was_looked_for_and_what_
         and DATA_VARIABLE in said
         and "'own'" in said
     )
-    assert "Hub" not in said  # a folder given by hand is the only place
+    assert "Hub" not in said  # a folder given by hand is the only one searched
 
 
 def test_two_suites_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""Frames of a request: what they add is the answer, who proposed a token is who the session says, and times are those
-of the trace."""
+"""Frames of a request: they add up to the answer, with the session's origins and the trace's times."""
 
 from __future__ import annotations
 

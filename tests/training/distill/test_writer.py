@@ -31,7 +31,7 @@ from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
 DOUBLE = torch.float64
-ENDS = tuple(range(0, 420, 14))  # so many that a random model ends its turns now and then
+ENDS = tuple(range(0, 420, 14))  # enough that a random model ends its turns now and then
 
 
 def settings(**given: object) -> WriterSettings:
@@ -57,7 +57,7 @@ def tokenizer(pair: tuple[str, str]) -> Tokenizer:
 
 
 def lines(desk: Desk, rounds: int) -> list[list[tuple[list[int], int]]]:
-    """The finished conversations of each row with the place of the answer, put together step by step."""
+    """The finished conversations of each row with the start of the answer, put together step by step."""
     found: list[list[tuple[list[int], int]]] = [[] for _ in range(desk.rows)]
     open_ones: list[list[int]] = [[] for _ in range(desk.rows)]
     for _ in range(rounds):
@@ -244,7 +244,7 @@ def test_too_little_written_for_any_answer_is_no_material(target: WritingTarget,
 
 
 class Watcher(Nobody):
-    """Keeps what it is told: how far the writing is, and the numbers of each note."""
+    """Keeps what is reported: how far the writing is, and the numbers of each note."""
 
     def __init__(self) -> None:
         self.done: list[float] = []

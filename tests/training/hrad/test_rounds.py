@@ -27,7 +27,7 @@ def test_walked_rounds_are_those_of_speculative_decoding(seed: int) -> None:
     case = Case((seed % 5, 3, 1), 0.0, seed, Ending("length", 60))
     trace = Trace()
     session = decode(serial(DRIFT), case, SpeculativeConfig(method="speculative", num_speculative_tokens=LENGTH), trace)
-    judged = [event.accepted for event in trace.events if event.accepted is not None][1:]  # the first reads the prompt
+    judged = [event.accepted for event in trace.events if event.accepted is not None][1:]  # the first is the prefill
     starts = list(walk(agreed(tuple(session.tokens), len(case.prompt)), LENGTH, LONGEST))
     walked = [min(start.taken, LENGTH) for start in starts]
     assert walked[:-1] == judged[: len(walked) - 1]  # the last one may be cut short by the end

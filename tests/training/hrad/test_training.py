@@ -20,7 +20,7 @@ SETTINGS = FitSettings(epochs=8, batch=128, learning_rate=3e-3, forgets=0.0)
 
 
 def planted(seed: int = 0, reported: float = 3.0, sure: float = 1.0) -> LabelledRounds:
-    """Rounds whose chances hang on the first feature, and on the draft's confidence."""
+    """Rounds whose chances depend on the first feature and on the draft's confidence."""
     generator = torch.Generator().manual_seed(seed)
     many = TEXTS * EACH
     features = torch.randn(many, WIDTH, generator=generator) * 5 + 2
