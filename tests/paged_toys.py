@@ -36,12 +36,12 @@ class PagedStates(MutableSequence[State]):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._memory[self._flat(range(self._length)[place])]
+    def __getitem__(self, slot: Any) -> Any:
+        return self._memory[self._flat(range(self._length)[slot])]
 
-    def __setitem__(self, place: Any, state: Any) -> None:
+    def __setitem__(self, slot: Any, state: Any) -> None:
         # what moves within a tail lies behind all that others share of the page, as in the native runner
-        self._memory[self._flat(place)] = state
+        self._memory[self._flat(slot)] = state
 
     def __delitem__(self, kv_slots: Any) -> None:
         assert isinstance(kv_slots, slice) and kv_slots.stop is None
@@ -55,9 +55,9 @@ class PagedStates(MutableSequence[State]):
         self._length += 1
         self._memory[self._flat(index)] = value
 
-    def _flat(self, place: int) -> int:
+    def _flat(self, slot: int) -> int:
         size = self.table.pool.size
-        return self.table.pages[place // size] * size + place % size
+        return self.table.pages[slot // size] * size + slot % size
 
     def _copy(self, copies: list[Copy]) -> None:
         size = self.table.pool.size

@@ -85,8 +85,8 @@ class SlowRunner(ToyRunner):
 
 
 class Deferred(SlowRunner):
-    """A target on a device that works by itself: its verdicts are there once they were asked for more often than
-    `polls` says, or when they are waited for."""
+    """A target on a device that works by itself: its verdicts are there after more than `polls` polls, or when they
+    are waited for."""
 
     def __init__(self, law: ToyLaw, polls: Callable[[], int], context_length: int = 4096, tail: int = TAIL) -> None:
         super().__init__(law, 0.0, context_length, tail)
@@ -121,8 +121,7 @@ def drafter_recipe(drift: float, vocabulary: int = VOCABULARY, seconds: float = 
 
 
 class Moody:
-    """A forecaster whose signals have no reason: every class comes up, and what comes up hangs on the row and the
-    token alone."""
+    """A forecaster with random signals: every class comes up, and row and token alone decide which."""
 
     def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
         """Foretell whatever comes to its mind; now and then nothing."""
@@ -253,8 +252,8 @@ def answer(session: Session) -> Answer:
 
 
 def plainly(case: Case, model: ToyLaw, said: Sequence[int] = ()) -> Answer:
-    """Decode token by token from the law alone: argmax of log p + noise over the whole sequence, under the ratio rule
-    a draw from p; no cache. The answer begins with what was `said`."""
+    """Decode token by token from the law alone, without a cache: argmax of log p + noise over the whole sequence.
+    Under the ratio rule it is a draw from p. The answer starts with what was `said`."""
     tokens, ending = [*case.prompt, *said], case.ending
     watcher = ending.watch() if ending.watch else None
     ends = set(ending.stop_token_ids) | (set() if ending.ignore_eos else set(ending.eos_ids))

@@ -57,8 +57,8 @@ def bench(command: Command, prompts: Path, *more: str, suites: tuple[str, ...] =
     length = () if "--context" in more else ("--context", "160")
     # streams want a GPU; a preset that has an executor of its own keeps it
     streams = any(one.startswith("gpu-") and one != "gpu-cpu-draft" for one in more)
-    place = ("--device", "cpu", *(("--executor", "serial") if streams and "--executor" not in more else ()))
-    return command("bench", "run", *named, *given, *place, "--max-tokens", "8", *length, *where, *more)
+    where_run = ("--device", "cpu", *(("--executor", "serial") if streams and "--executor" not in more else ()))
+    return command("bench", "run", *named, *given, *where_run, "--max-tokens", "8", *length, *where, *more)
 
 
 def rows_of(done: Done) -> list[dict[str, Any]]:

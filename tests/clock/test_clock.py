@@ -42,7 +42,7 @@ def test_serial_drafting_adds_its_steps_to_the_targets_forward() -> None:
     config = SpeculativeConfig(method="speculative", num_speculative_tokens=2)
     session, events = traced(config, SLOPES, case)
     spans = [(e.who, e.start, e.end) for e in events]
-    # Prefill side by side: the draft reads the prompt's two tokens in two steps of 2, the last one for its row; they
+    # Prefill side by side: the draft computes the prompt's two tokens in two steps of 2, the last one for its row. They
     # slow the target's 11 by 0.5 each. Then two draft steps of 2 (the target's token, the first drafted one), and a
     # forward over three rows.
     assert spans == [("draft", 0.0, 4.0), ("target", 0.0, 12.0), ("draft", 12.25, 16.25), ("target", 16.5, 28.5)]

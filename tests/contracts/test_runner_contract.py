@@ -174,9 +174,9 @@ class Exercise:
         commit = min(commit, CONTEXT - len(held.prefix))
         nodes = self.with_others(held, path, commit)
         self.runner.keep(seq, nodes, commit)
-        place = {node: at for at, node in enumerate(nodes[commit:])}
+        renumbered = {node: at for at, node in enumerate(nodes[commit:])}
         held.prefix += [held.tokens[n] for n in nodes[:commit]]
-        held.parents = [place.get(held.parents[n], ROOT) for n in nodes[commit:]]
+        held.parents = [renumbered.get(held.parents[n], ROOT) for n in nodes[commit:]]
         held.tokens, held.rows = [held.tokens[n] for n in nodes[commit:]], [held.rows[n] for n in nodes[commit:]]
 
     def with_others(self, held: Held, path: list[int], commit: int) -> list[int]:

@@ -85,9 +85,9 @@ class SlotsAgainstLists(RuleBasedStateMachine):
             if other not in chosen and (above == end or above in chosen[commit:]) and data.draw(st.booleans()):
                 chosen = sorted([*chosen, other])
         start, path = len(self.prefix), chosen
-        for source, place in self.slots.keep(path, commit):
-            assert place < source
-            self.memory[place] = self.memory[source]
+        for source, to in self.slots.keep(path, commit):
+            assert to < source
+            self.memory[to] = self.memory[source]
         kept = [self.nodes[n] for n in path]
         self.prefix += [n.sequence[-1] for n in kept[:commit]]
         self.labels += [n.label for n in kept[:commit]]
@@ -116,7 +116,7 @@ class SlotsAgainstLists(RuleBasedStateMachine):
         assert slots.sequence(ROOT) == self.prefix
         assert len(slots) == len(self.memory) == len(self.prefix) + len(self.nodes)
         assert slots.room == min(TAIL - len(self.nodes), CAPACITY - len(slots))
-        assert self.memory[: len(self.prefix)] == self.labels, "token i of the prefix lies at place i"
+        assert self.memory[: len(self.prefix)] == self.labels, "token i of the prefix lies in slot i"
         for index, node in enumerate(self.nodes):
             assert tuple(slots.sequence(index)) == node.sequence
             assert slots.position(index) == len(node.sequence) - 1

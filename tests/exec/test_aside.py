@@ -40,10 +40,10 @@ def judged(verifier: Verifier, order: Verify) -> tuple[tuple[int, ...], int, tup
 
 def goes_on(tokens: tuple[int, ...], request: Request) -> int:
     """What the target says after some tokens, from its law and its variates alone."""
-    row, place = law().logits_of(tokens), (request.seed, request.sample, len(tokens))
+    row, draw = law().logits_of(tokens), (request.seed, request.sample, len(tokens))
     if request.by_ratio:
-        return ListLaw(shaped(row, request.params.temperature)).draw(noise.uniform(*place, "own"))
-    perturb = [0.0] * len(row) if request.greedy else noise.gumbel_row(*place, len(row))
+        return ListLaw(shaped(row, request.params.temperature)).draw(noise.uniform(*draw, "own"))
+    perturb = [0.0] * len(row) if request.greedy else noise.gumbel_row(*draw, len(row))
     scores = [x / (request.params.temperature or 1.0) + g for x, g in zip(row, perturb, strict=True)]
     return scores.index(max(scores))
 
@@ -55,8 +55,8 @@ def some_aside(rng: random.Random, count: int = 12) -> Aside:
     )
 
 
-def line(aside: Aside, node: int) -> tuple[int, ...]:
-    return () if node == ROOT else (*line(aside, aside.parents[node]), aside.tokens[node])
+def path_to(aside: Aside, node: int) -> tuple[int, ...]:
+    return () if node == ROOT else (*path_to(aside, aside.parents[node]), aside.tokens[node])
 
 
 def some_order(rng: random.Random, text: tuple[int, ...], request: Request) -> Verify:
@@ -78,7 +78,7 @@ def test_a_forecast_comes_with_the_targets_rounds_and_changes_no_verdict(tempera
         order, aside = some_order(rng, text, request), some_aside(rng)
         path, token, reported = judged(opened(request), replace(order, aside=aside))
         assert (path, token, ()) == judged(opened(request), order)
-        assert reported == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.guessed)
+        assert reported == tuple(goes_on((*text, *path_to(aside, node)), request) for node in aside.guessed)
         taken += len(path)
     assert taken > 10
 
@@ -105,4 +105,4 @@ def test_a_tail_full_of_guesses_leaves_room_for_tokens_that_were_lost() -> None:
     request = request_of(0.8, "match", 5, text[:2])  # the rest are steps, read again
     aside = Aside((1,) * (TAIL - 1), tuple(range(ROOT, TAIL - 2)), (0, TAIL - 2))
     reported = judged(opened(request), Verify(Context(0, text), aside=aside))[2]
-    assert reported == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.guessed)
+    assert reported == tuple(goes_on((*text, *path_to(aside, node)), request) for node in aside.guessed)

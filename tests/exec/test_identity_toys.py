@@ -194,8 +194,8 @@ SAMPLED = [CELLS[number] for number in covering(CELLS)]
 
 
 def case(seed: int, temperature: float, vocabulary: int = VOCABULARY) -> Case:
-    # The prompt varies by more than the seed, or all greedy runs would be one; some prompts are longer than what is
-    # read row by row.
+    # The prompt varies by more than the seed, or all greedy runs would be one. Some prompts are longer than what is
+    # computed row by row.
     prompt = tuple((seed * 7 + i * i) % vocabulary for i in range(3 + seed % 4 * 9))
     return Case(
         (*prompt, seed % vocabulary, seed // vocabulary % vocabulary), temperature, seed, ENDINGS[seed % len(ENDINGS)]

@@ -157,7 +157,7 @@ class AcceptsOneTooMany(ToyRunner):
 
 
 def pair(runner: type[ToyRunner], worker: type[Worker], of_draft: bool) -> Serial:
-    """A pair of which one model has a fault: a draft that else is perfect, or a target beside a weak draft, with
+    """A pair with a fault in one model: in a draft that is otherwise perfect, or in a target beside a weak draft, with
     much to roll back."""
     faulty = type("Faulty", (worker, Drafter if of_draft else Verifier), {})(runner(law()))
     if of_draft:

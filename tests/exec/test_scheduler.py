@@ -181,8 +181,8 @@ def holds_nothing(executor: Executor) -> bool:
 
 
 BOTH: tuple[Rule, ...] = ("match", "ratio")
-# KV slots of target and draft. Under the ratio rule a draft without memory drafts nothing, and other tokens of the same
-# law are said, so that it is tried under match alone.
+# KV slots of target and draft. Under the ratio rule a draft without memory drafts nothing, so the tokens are others of
+# the same law. Those cases run under match alone.
 MEMORIES: dict[str, tuple[int | None, int | None, tuple[Rule, ...]]] = {
     "much memory": (None, None, BOTH),
     "little memory": (260, None, BOTH),

@@ -84,7 +84,7 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
         assert isinstance(part.sees, ChunkView)
         at = step.positions.tolist()
         assert at == list(range(at[0], part.sees.end)) and part.rows == len(at)
-        assert step.tokens.tolist() == [tokens[place] for place in at]
+        assert step.tokens.tolist() == [tokens[position] for position in at]
         assert (step.kv_slots[0] * PAGE + step.kv_slots[1]).tolist() == flat[at].tolist()
         assert part.sees.pages.tolist() == pages[: -(-part.sees.end // PAGE)]
 

@@ -64,13 +64,13 @@ def both(decoder: Any) -> tuple[NativeRunner, GpuRunner]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    place = tmp_path_factory.mktemp("pair")
+    folder = tmp_path_factory.mktemp("pair")
     target = tiny("llama")
-    saved(target, place / "target")
+    saved(target, folder / "target")
     torch.manual_seed(5)
     for parameter in target.parameters():
         parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.12)
-    return place / "target", saved(target, place / "draft")
+    return folder / "target", saved(target, folder / "draft")
 
 
 @pytest.mark.slow
@@ -237,29 +237,29 @@ def test_proposals_are_those_of_the_reference_also_of_nodes_read_before(
 class Counting(CountingRunner):
     """Notes how often each call of a kind crossed to the device and back."""
 
-    def crossing(self, kind: str, begun: tuple[int, int]) -> None:
+    def crossing(self, kind: str, before: tuple[int, int]) -> None:
         self.__dict__.setdefault("crossed", []).append(
-            (kind, self.transfer.copies - begun[0], self.transfer.reads - begun[1])
+            (kind, self.transfer.copies - before[0], self.transfer.reads - before[1])
         )
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
-        begun = self.transfer.copies, self.transfer.reads
+        before = self.transfer.copies, self.transfer.reads
         answers = super().propose(work, asks)
-        self.crossing("propose" if asks else "read", begun)
+        self.crossing("propose" if asks else "read", before)
         return answers
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
-        begun, right = (self.transfer.copies, self.transfer.reads), self.received_right
+        before, right = (self.transfer.copies, self.transfer.reads), self.received_right
         verdicts = super().verify(work, trials)
-        begun = (
-            begun[0],
-            begun[1] + self.received_right - right,
+        before = (
+            before[0],
+            before[1] + self.received_right - right,
         )  # what was launched with a tree is compared with the order, which came long before
-        assert self.transfer.reads == begun[1], "a verification waited before its verdicts were called for"
+        assert self.transfer.reads == before[1], "a verification waited before its verdicts were called for"
 
         def counted() -> list[Judged]:
             found = verdicts()
-            self.crossing("verify", begun)
+            self.crossing("verify", before)
             return found
 
         return Verdicts(counted)

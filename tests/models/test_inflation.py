@@ -68,9 +68,9 @@ def recipe_of(
     return Inflation(**{**reported, "head_rows": rows, "head_scored": arch.vocabulary, **other})
 
 
-def inflated(source: Path, place: Path, **asked: Any) -> Path:
-    write_inflation(place, recipe_of(source, **asked))
-    return place
+def inflated(source: Path, folder: Path, **asked: Any) -> Path:
+    write_inflation(folder, recipe_of(source, **asked))
+    return folder
 
 
 def scores(runner: NativeRunner, tokens: list[int], read: int = 40) -> torch.Tensor:

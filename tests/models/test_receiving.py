@@ -58,8 +58,8 @@ def test_texts_are_those_of_plain_decoding_and_what_was_launched_is_what_is_orde
         expected = decode(executor(decoders, Serial)[0], "autoregressive", params, number).tokens
         assert decode(works, method, params, number).tokens == expected
         works.target.runner.check()  # type: ignore[attr-defined]
-    begun, right = counts(works)
-    assert begun > 10 and right == begun
+    launched, right = counts(works)
+    assert launched > 10 and right == launched
 
 
 @pytest.mark.parametrize("shaping", [{"top_p": 0.8}, {"logprobs": 1}, {"presence_penalty": 0.5}])
@@ -88,8 +88,8 @@ def test_a_step_that_was_launched_for_other_tokens_is_left_alone(
     for number in range(2):
         expected = decode(executor(decoders, Serial)[0], "autoregressive", PARAMS[1], number).tokens
         assert decode(works, "specbranch", PARAMS[1], number).tokens == expected
-    begun, right = counts(works)
-    assert begun > 10 and right < begun / 2
+    launched, right = counts(works)
+    assert launched > 10 and right < launched / 2
 
 
 def grown(rng: random.Random, size: int) -> list[Node]:
@@ -119,10 +119,10 @@ def both_steps(seed: int, kernel: Any, device: str) -> tuple[Any, Any, int]:
     growing = Growing(0, (), Tree(tuple(grown(rng, size)), True), {}, replace(some_growth(rng), deepest=30))
     least = rng.choice([SMALLEST_BUCKET, Bucket(16, 1, 8)])
     found = []
-    for place in (device, "cpu"):
-        step_input = torch.full((20000,), -7, dtype=torch.int32, device=place)
+    for where in (device, "cpu"):
+        step_input = torch.full((20000,), -7, dtype=torch.int32, device=where)
         receiver = DeviceReceiver(SPARE, step_input, least)
-        tree, bucket = DeviceTree(8, torch.device(place), SPARE), receiver.bucket(text, size)
+        tree, bucket = DeviceTree(8, torch.device(where), SPARE), receiver.bucket(text, size)
         sheet = receiver.sheet(text, table, moves)
         array = tree.planted(growing, -1, prefix + 1, 0, 50, table.pages, _noise(text.spot), NO_MOVES)
         array[TREE_AT["sheet"] : TREE_AT["sheet"] + len(sheet)] = sheet

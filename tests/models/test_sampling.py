@@ -254,10 +254,10 @@ def test_ties_go_to_the_lowest_id() -> None:
 # --- noise ---
 
 
-@pytest.mark.parametrize("place", [(0, 0, 0), (7, 3, 123_456), (2**64 - 1, 1, 5), (-5, 0, 2)])
-def test_the_hash_equals_the_core_hash(place: tuple[int, int, int]) -> None:
-    key = core_noise.keys(*place)
-    bits = hashed(place, torch.arange(4099)).long() & core_noise.MASK
+@pytest.mark.parametrize("draw", [(0, 0, 0), (7, 3, 123_456), (2**64 - 1, 1, 5), (-5, 0, 2)])
+def test_the_hash_equals_the_core_hash(draw: tuple[int, int, int]) -> None:
+    key = core_noise.keys(*draw)
+    bits = hashed(draw, torch.arange(4099)).long() & core_noise.MASK
     assert bits.tolist() == [core_noise.mix(token, key) for token in range(4099)]
     assert torch.equal(bits, core_noise.mix(torch.arange(4099), key))  # what other devices compute
 

@@ -40,8 +40,8 @@ GREEDY, WARM = SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(te
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    place: Path = saved(tiny("llama"), tmp_path_factory.mktemp("target"))
-    return load_native(place, context_length=600, dtype="float64").decoder
+    folder: Path = saved(tiny("llama"), tmp_path_factory.mktemp("target"))
+    return load_native(folder, context_length=600, dtype="float64").decoder
 
 
 def decode(runner: GpuRunner, method: str, params: SamplingParams, prompt: list[int], kind: type[Serial]) -> list[int]:

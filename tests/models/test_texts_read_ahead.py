@@ -104,8 +104,8 @@ def test_trees_and_texts_are_those_that_come_without_it(
 ) -> None:
     works = executor(decoders, kind)[0]
     found = [planned(works, method, params, number, length) for number, length in enumerate((9, 25, 230))]
-    begun, right = counts(works)
-    assert begun > 10 and right >= 0.9 * begun
+    launched, right = counts(works)
+    assert launched > 10 and right >= 0.9 * launched
     monkeypatch.setattr(Serial, "_read_ahead", lambda *given: None)
     without = executor(decoders, kind)[0]
     assert [planned(without, method, params, number, length) for number, length in enumerate((9, 25, 230))] == found
@@ -131,8 +131,8 @@ def test_a_text_that_was_read_for_nothing_changes_no_text(
         assert decode(works, "specbranch", params, number).tokens == expected
         prompt = 5 + 20 * (number % 2)
         assert planned(works, "specbranch", params, number, prompt)[0][: len(expected)] == expected[:295]
-    begun, right = counts(works)
-    assert begun > right > 0
+    launched, right = counts(works)
+    assert launched > right > 0
 
 
 def test_what_is_only_read_does_not_begin_where_an_earlier_tree_began(decoders: tuple[Any, Any]) -> None:

@@ -138,9 +138,9 @@ def random_blocks(kind: str, blocks: int) -> np.ndarray:
     may hold."""
     rng, size = np.random.default_rng(0), gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     held = rng.integers(0, 256, (blocks, size), dtype=np.uint8)
-    for place in HALVES[kind]:
+    for offset in HALVES[kind]:
         scales = rng.standard_normal(blocks) * 10.0 ** rng.integers(-7, 2, blocks)
-        held[:, place : place + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+        held[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
     return held
 
 

@@ -76,14 +76,14 @@ def test_a_long_conversation_is_tokenised_a_few_times_and_not_once_for_each_turn
 def test_a_word_that_was_drafted_has_its_node_in_the_round_it_came_in(served: Running) -> None:
     reply = events(served.post(CHAT, {**ASKED, "method": "specbranch", "max_tokens": 120}))
     origins = [origin for one in reply for _, origin in one["pieces"]]
-    place = 0
+    position = 0
     for frame in (frame for one in reply for frame in one["frames"]):
-        drafted = origins[place : place + min(frame["added"], len(frame["path"]))]
-        place += frame["added"]
+        drafted = origins[position : position + min(frame["added"], len(frame["path"]))]
+        position += frame["added"]
         assert set(drafted) <= {"draft"}
         if frame["hit"] is not None:
-            assert frame["nodes"][frame["hit"]][1] == frame["token"] and origins[place - 1] != "target"
-    assert place == len(origins)
+            assert frame["nodes"][frame["hit"]][1] == frame["token"] and origins[position - 1] != "target"
+    assert position == len(origins)
 
 
 @pytest.mark.parametrize("clock", tiered((WALL, *CLOCKS), WALL.__eq__))

@@ -70,7 +70,7 @@ def test_no_returned_text_ends_within_a_character(tokenizer: Tokenizer) -> None:
     for text in ("🙂😂👋🏽", "汉字不在词表里", "ᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ"):
         ids = tokenizer.encode(text, add_special=False)
         shown = texts_of(tokenizer, ids)
-        assert not any("\ufffd" in piece for piece in shown) or "\ufffd" in tokenizer.decode(ids)
+        assert not any("\ufffd" in part for part in shown) or "\ufffd" in tokenizer.decode(ids)
         assert "".join(shown) == tokenizer.decode(ids)
 
 

@@ -244,12 +244,12 @@ def test_without_a_draft_only_what_needs_none_is_searched() -> None:
 
 def test_every_setting_that_a_search_of_lookahead_may_come_to_is_valid() -> None:
     space = SPACES["lookahead"]
-    places = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
-    made = [methods.config_with("lookahead", values) for values in places]
+    settings = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
+    made = [methods.config_with("lookahead", values) for values in settings]
     assert {config.lookahead_window for config in made} == set(space["lookahead_window"])
     shorter = [
         config
-        for config, values in zip(made, places, strict=True)
+        for config, values in zip(made, settings, strict=True)
         if config.lookahead_ngram != values["lookahead_ngram"]
     ]
     assert 0 < len(shorter) < len(made) / 4 and min(config.lookahead_ngram for config in shorter) >= 3

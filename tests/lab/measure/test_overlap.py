@@ -32,8 +32,8 @@ TEXT = [1, 2, 3, 4, 5, 1, 2, 3]
 
 
 class Hindered:
-    """Two models by a clock of their own: each draft step beside the target costs it and the step so much more, the
-    first time a lot."""
+    """Two models by a clock of their own: a draft step beside the target slows both by fixed amounts, the first time by
+    much more."""
 
     def __init__(self, target: float, draft: float) -> None:
         self.target, self.step = target, draft

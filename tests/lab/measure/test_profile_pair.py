@@ -54,7 +54,7 @@ def test_a_profile_says_where_it_comes_from(measured: CostProfile, tmp_path: Pat
 class Lazy:
     """A model whose verdicts have to be waited for, and which extends trees by itself."""
 
-    begun = grown_at = None
+    launched_at = grown_at = None
 
     def verify(self, work: object, trials: object) -> Verdicts:
         return Verdicts(lambda: time.sleep(0.01) or [], lambda: False)

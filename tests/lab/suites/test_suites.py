@@ -96,11 +96,11 @@ def test_a_file_of_the_format_is_read_whatever_else_it_holds(tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.parametrize("place", ["gsm8k.jsonl", "prompts/gsm8k.jsonl"])
+@pytest.mark.parametrize("path", ["gsm8k.jsonl", "prompts/gsm8k.jsonl"])
 def test_a_public_suite_is_found_in_the_folder_given_or_named_by_the_variable(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tmp_path / place, GOOD)
+    file = written(tmp_path / path, GOOD)
     assert load_suite("gsm8k", tmp_path).source == str(file)
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     assert load_suite("gsm8k").prompts[0].turns == ("Hello", "And again")

@@ -60,15 +60,15 @@ def test_a_token_that_a_draft_foresaw_has_its_node(name: str) -> None:
     """What was looked up and never sent is in no order, so that no frame can show it."""
     for seed in range(3):
         session, frames, _ = filmed(name, seed, looks_up=False)
-        place = 0
+        position = 0
         for frame in frames:
-            place += frame.added
+            position += frame.added
             if frame.added > len(frame.path):  # the request did not end before the target's own token
-                assert (frame.hit is not None) >= (session.origins[place - 1] == "branch")
+                assert (frame.hit is not None) >= (session.origins[position - 1] == "branch")
             if frame.hit is not None:
                 assert frame.nodes[frame.hit].token == frame.token
                 assert frame.nodes[frame.hit].parent == (frame.path[-1] if frame.path else -1)
-        assert place == len(session.output)
+        assert position == len(session.output)
 
 
 @pytest.mark.parametrize("name", NAMES)
