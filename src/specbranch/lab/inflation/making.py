@@ -39,7 +39,7 @@ class InflationJob:
     model: str
     out: Path
     shape: ShapeChoice
-    target: str | None = None  # of a draft made by `distill`; nothing: the one it names
+    target: str | None = None  # of a draft made by `distill`; None: the one it names
     seed: int = 0
     device: str | None = None
     dtype: str | None = None

@@ -29,7 +29,7 @@ class RunFolder:
     out: Path
     target: str
     fingerprint: str
-    writing: WriterSettings | None  # nothing: the material is given, and nothing is written
+    writing: WriterSettings | None  # None: the material is given, and nothing is written
 
     @property
     def path(self) -> Path:

@@ -48,7 +48,7 @@ class DraftJob(WritingJob):
     """The request; None stands for the device's default."""
 
     layers: int
-    start: tuple[int, ...] | None = None  # of the target's layers; nothing: at equal distances
+    start: tuple[int, ...] | None = None  # of the target's layers; None: at equal distances
     head_tokens: int | None = None
     storage: Storage = "bfloat16"
     only_write: bool = False
