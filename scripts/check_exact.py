@@ -94,11 +94,11 @@ def compared(
     """Compare every method under one shaping."""
     params = SamplingParams(max_tokens=tokens, seed=7, **shaping)
     plain = llm.using("autoregressive")
-    begun = time.perf_counter()
+    started = time.perf_counter()
     expected = [plain.generate([prompt], params)[0].token_ids for prompt in prompts]
     print(
         f"temperature {name}: plain decoding, one at a time, "
-        f"{sum(map(len, expected)) / (time.perf_counter() - begun):.0f} tokens/s"
+        f"{sum(map(len, expected)) / (time.perf_counter() - started):.0f} tokens/s"
     )
     found = []
     for method in METHODS:

@@ -1,9 +1,10 @@
 """Search the material drafts were trained on for benchmark prompts: `python scripts/check_material.py DIR/training
 PROMPTS.jsonl …`
 
-A prompt counts as found if any of its stretches of 13 words (all of its words, if it has fewer, and more than 5) stands
-in a conversation, whatever its case and punctuation: the usual measure of contamination. Prints what was found and ends
-with status 1 if anything was. With --planted it first hides one prompt in the material, in memory, and must find it.
+A prompt counts as found if 13 successive words of it are in a conversation, in any case and punctuation. Of a prompt
+with fewer words, all have to be there; prompts of fewer than 6 words do not count. This is the usual measure of
+contamination. The script prints what was found, and exits with 1 if anything was. With --planted it first hides one
+prompt in the material, in memory, and must find it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ STRETCH, SHORTEST = 13, 6  # words
 
 
 def main() -> int:
-    """Search, and say what was found."""
+    """Search, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("material", type=Path)
     parser.add_argument("prompts", type=Path, nargs="+")
@@ -55,12 +56,12 @@ def prompts(file: Path) -> Iterator[str]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Return the words, in small letters and bare of punctuation."""
+    """Return the words, in lower case and without punctuation."""
     return tuple(re.findall(r"[^\W_]+", text.lower()))
 
 
 def cut(text: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield every stretch that tells a text from others."""
+    """Yield every stretch of words that identifies a text."""
     if SHORTEST <= len(text) <= STRETCH:
         yield text
     yield from (text[at : at + STRETCH] for at in range(len(text) - STRETCH + 1) if len(text) > STRETCH)

@@ -1,9 +1,9 @@
-"""Send many requests of every kind to one engine, some of which are cancelled, with little memory; look after each
-whether its pages came back. Last line: JSON.
+"""Send many requests of every kind to one engine with little memory, and cancel some; check that all KV pages are
+freed. Last line: JSON.
 
-Methods, temperatures and lengths are mixed, the caches are so small that requests are preempted. Exits with 1 where
-pages and requests do not agree, a page is missing at the end, a text is not that of plain decoding alone, or resident
-memory grows from the second quarter to the last.
+Methods, temperatures and lengths are mixed, and the KV caches are so small that requests are preempted. The script
+exits with 1 if pages and requests disagree, a page is missing at the end, or a text differs from plain decoding. It
+also does if resident memory increases from the second quarter to the last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Asked = tuple[str, str, int]  # prompt, shaping, longest answer
 
 @dataclass(slots=True)
 class Found:
-    """What was seen so far."""
+    """The results so far."""
 
     over: int = 0
     cancelled: int = 0
@@ -43,7 +43,7 @@ class Found:
 
 
 def main() -> None:
-    """Send, look and print."""
+    """Send requests, check pages, and print."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--pair", help="a pair by name [the default one]")
     options.add_argument("--device", default="cpu")
@@ -60,25 +60,25 @@ def main() -> None:
     )
     asked = [(prompt, shaping, tokens) for prompt in PROMPTS[:4] for shaping in SHAPED for tokens in (8, 48)]
     expected = {one: plainly(llm, one) for one in asked}
-    found, told = asyncio.run(sent(llm, given.requests, given.together, expected))
+    found, counts = asyncio.run(sent(llm, given.requests, given.together, expected))
     quarter = -(-len(found.megabytes) // 4)
     grown = median(found.megabytes[-quarter:]) / median(found.megabytes[quarter : 2 * quarter]) - 1.0
     if grown > MOST_GROWN:
         found.faults.append(f"resident memory grew by {grown:.1%} from the second quarter to the last")
     print("\n".join(found.faults) or "every page came back, every text is that of plain decoding")
-    summary = {"requests": found.over, "cancelled": found.cancelled, "tokens": found.tokens, **told}
+    summary = {"requests": found.over, "cancelled": found.cancelled, "tokens": found.tokens, **counts}
     print(json.dumps({**summary, "grown": grown, "most_mb": max(found.megabytes), "faults": found.faults}))
     sys.exit(1 if found.faults else 0)
 
 
 def plainly(llm: LLM, asked: Asked) -> list[int]:
-    """What plain decoding says, alone."""
+    """Return the text of plain decoding, one request at a time."""
     prompt, params = request(llm, asked)
     return llm.using("autoregressive").generate([prompt], params)[0].token_ids
 
 
 def request(llm: LLM, asked: Asked) -> tuple[list[int], SamplingParams]:
-    """The tokens and parameters of a request."""
+    """Return the tokens and parameters of a request."""
     prompt, shaping, tokens = asked
     params = SamplingParams(max_tokens=tokens, seed=7, **SHAPINGS[shaping])
     return llm.tokenizer.chat([{"role": "user", "content": prompt}]), params
@@ -113,7 +113,7 @@ async def one_request(
     method: str,
     cancel_after: int | None,
 ) -> None:
-    """Answer one, or cancel it after so many chunks; then look at the pages."""
+    """Answer a request, or cancel it after some chunks; then check the pages."""
     async with gate:
         output: Output | None = None
         chunks = engine.stream(prompt, params, {"method": method})
@@ -136,7 +136,7 @@ async def one_request(
 
 
 def faults(llm: LLM) -> Iterator[str]:
-    """What is wrong with the pages of both models, between two rounds."""
+    """Return what is wrong with the pages of both models, between two rounds."""
     runners: list[Runner] = [llm.target_runner, *([llm.drafter.runner] if llm.drafter else [])]
     for runner in runners:
         try:
@@ -147,7 +147,7 @@ def faults(llm: LLM) -> Iterator[str]:
 
 
 def resident() -> float:
-    """Megabytes of memory that this process has now; 0 where the system does not tell."""
+    """Return the resident memory of this process in megabytes; 0 if the system does not say."""
     file = Path("/proc/self/statm")
     return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6 if file.exists() else 0.0
 

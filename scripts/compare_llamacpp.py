@@ -1,9 +1,9 @@
 """Compare decoding on this CPU with llama.cpp's: the same GGUF file, prompts and threads, in turns, medians.
 
-Each side is a process of its own that sleeps while another works: ours; llama.cpp of the package xllamacpp, here; and,
-where an interpreter is named with --built that has the package llama-cpp-python built for this machine, that one. What
-each was built with is printed. A round goes through every prompt of every suite, side by side, then times steps of
-several rows, and the reading of a long prompt. Last line: JSON.
+Each side is a process of its own that sleeps while another works: ours, and llama.cpp of the package xllamacpp. With
+--built there is a third: the interpreter it names has the package llama-cpp-python, built for this machine. The script
+prints what each was built with. A round runs every prompt of every suite on each side. Then it times steps of several
+rows, and the prefill of a long prompt. Last line: JSON.
 
     python scripts/compare_llamacpp.py --data FOLDER --built VENV/bin/python
     python scripts/compare_llamacpp.py --model qwen.gguf --draft FOLDER --suites humaneval
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROWS = (1, 4, 8)
-LONG = 384  # tokens of the prompt whose reading is timed
+LONG = 384  # tokens of the prompt whose prefill is timed
 STEPS = 7  # of each number of rows in a round
 CONTEXT = 2048
 MEGABYTE = 1 << 20
@@ -42,7 +42,7 @@ def main() -> None:
     path = file_of(given)
     loads = {name: side.ask("load", path=path) for name, side in sides.items()}
     for name, load in loads.items():
-        print(f"{name:6} {load['seconds']:5.1f} s to load  {load['told']}")
+        print(f"{name:6} {load['seconds']:5.1f} s to load  {load['about']}")
     asked: dict[str, list[list[int]]] = sides["ours"].ask("prompts")["prompts"]
     long = [token for prompts in asked.values() for prompt in prompts for token in prompt][:LONG]
     found: dict[str, list[float]] = defaultdict(list)
@@ -72,7 +72,7 @@ def _options() -> argparse.Namespace:
 
 
 class Side:
-    """A process that is asked one thing at a time."""
+    """A process that answers one request at a time."""
 
     def __init__(self, name: str, python: str) -> None:
         command = [python, __file__, *sys.argv[1:], "--side", name]
@@ -92,7 +92,7 @@ class Side:
 
 
 def serve(side: Any) -> None:
-    """Answer what is asked on the standard input."""
+    """Answer the requests on standard input."""
     for line in sys.stdin:
         asked = json.loads(line)
         what = asked.pop("what")
@@ -125,12 +125,12 @@ def _print(ms: dict[str, float], resident: dict[str, Any], suites: list[str], ot
     for suite in suites:
         for name in others:
             theirs = ms[f"{suite} {name} plain"]
-            told = [f"llama.cpp ({name}) {theirs:.2f} ms a token"]
-            told += [f"its n-grams {ms[key]:.2f}"] if (key := f"{suite} {name} ngram") in ms else []
+            parts = [f"llama.cpp ({name}) {theirs:.2f} ms a token"]
+            parts += [f"its n-grams {ms[key]:.2f}"] if (key := f"{suite} {name} ngram") in ms else []
             for method in (PLAIN, OURS):
                 if (key := f"{suite} ours {method}") in ms:
-                    told.append(f"{method} {ms[key]:.2f} = {theirs / ms[key]:.2f} times as fast")
-            print(f"{suite}: {'; '.join(told)}")
+                    parts.append(f"{method} {ms[key]:.2f} = {theirs / ms[key]:.2f} times as fast")
+            print(f"{suite}: {'; '.join(parts)}")
     for name in others:
         theirs = statistics.mean(ms[f"{suite} {name} plain"] for suite in suites)
         rows = ", ".join(f"{rows} rows {ms[f'rows {rows}'] / theirs:.2f}" for rows in ROWS)
@@ -165,8 +165,8 @@ class Ours:
         )
         seconds = time.perf_counter() - start
         runner: Any = self.llm.target_runner
-        told = f"weights {runner.weights}, compiled: {runner.compiled}; {self.imported:.0f} MB were imported"
-        return {"seconds": seconds, "told": told, "imported": self.imported}
+        about = f"weights {runner.weights}, compiled: {runner.compiled}; {self.imported:.0f} MB were imported"
+        return {"seconds": seconds, "about": about, "imported": self.imported}
 
     def prompts(self) -> dict[str, Any]:
         """The prompts as all sides are given them."""
@@ -248,7 +248,7 @@ class Wheel:
         self.plain = make_server(path, CONTEXT, "llamacpp")
         seconds = time.perf_counter() - start
         self.ngram = make_server(path, CONTEXT, "llamacpp-ngram")
-        return {"seconds": seconds, "told": built_with()}
+        return {"seconds": seconds, "about": built_with()}
 
     def decode(self, prompt: list[int], tokens: int) -> dict[str, float]:
         """Milliseconds a token."""
@@ -277,8 +277,8 @@ class Built:
 
         self.llama_cpp, threads, start = llama_cpp, self.given.threads, time.perf_counter()
         self.model = llama_cpp.Llama(path, n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False)
-        told = f"llama.cpp of llama-cpp-python {llama_cpp.__version__}: {llama_cpp.llama_print_system_info().decode()}"
-        return {"seconds": time.perf_counter() - start, "told": told.strip(" |")}
+        about = f"llama.cpp of llama-cpp-python {llama_cpp.__version__}: {llama_cpp.llama_print_system_info().decode()}"
+        return {"seconds": time.perf_counter() - start, "about": about.strip(" |")}
 
     def decode(self, prompt: list[int], tokens: int) -> dict[str, float]:
         """Milliseconds a token, the choice of tokens left out of the clock."""

@@ -1,10 +1,10 @@
 """Compare plain decoding of the whole engine with transformers' generate: the same random weights, in one process, on
 one device.
 
-Milliseconds a token behind some context, greedy, medians, warm-up dropped: transformers eager (dynamic cache, sdpa),
-with a static cache and its own compilation, and ours with everything that a token costs: host, step, read, stop rules,
-text. Beside them our step's bare replay, and a long prompt up to its first token. Weights exist once: transformers' are
-views of ours. Last line: JSON.
+Figures are milliseconds a token behind some context: greedy, medians, warm-up dropped. Transformers runs eagerly
+(dynamic cache, sdpa), and with a static cache and its own compilation. Ours includes everything that a token costs:
+host, step, copy to the host, stop rules, text. The script also times our step's bare replay, and a long prompt up to
+its first token. Weights exist once: transformers' are views of ours. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ def main() -> None:
 def measure(name: str, given: argparse.Namespace) -> Found:
     """Measure one shape; nothing of it is left in memory."""
     torch.manual_seed(0)
-    begun, device = time.perf_counter(), torch.device(given.device)
+    started, device = time.perf_counter(), torch.device(given.device)
     found: Found = {"shape": name}
 
     def done(**more: Any) -> None:
         found.update(more)
-        told = ", ".join(
+        figures = ", ".join(
             f"{what} {value:.4g}" if isinstance(value, float) else f"{what} {value}" for what, value in more.items()
         )
-        print(f"{name} at {time.perf_counter() - begun:.0f} s: {told}", flush=True)
+        print(f"{name} at {time.perf_counter() - started:.0f} s: {figures}", flush=True)
 
     arch = architecture(name)
     weights = random_weights(arch, device)
@@ -196,7 +196,7 @@ def long_prompt(runner: GpuRunner, model: Any, prompt: list[int], runs: int) -> 
 
 @torch.inference_mode()
 def read_prompt(runner: GpuRunner, prompt: list[int]) -> int:
-    """Read a prompt as the engine does, its last token as a step; returns the first token."""
+    """Prefill a prompt as the engine does, with its last token as a decode step; return the first token."""
     runner.open(0, GREEDY)
     runner.extend(0, prompt[:-1])
     (said,) = runner.propose([Feed(0, (prompt[-1],), (ROOT,))], [Ask(0, 0)])
@@ -206,7 +206,7 @@ def read_prompt(runner: GpuRunner, prompt: list[int]) -> int:
 
 @torch.inference_mode()
 def forward_prompt(model: Any, prompt: list[int]) -> int:
-    """Read a prompt in one forward that keeps its cache and scores its last position; returns the first token."""
+    """Prefill a prompt in one forward that keeps its KV cache and scores its last position; return the first token."""
     out = model(torch.tensor([prompt], device=model.device), use_cache=True, logits_to_keep=1)
     return int(out.logits[0, -1].argmax())
 
@@ -230,10 +230,10 @@ def generation(model: Any, prompt: list[int], given: argparse.Namespace, way: st
     ids = torch.tensor([prompt], device=model.device)
     marks, seconds = [], []
     for _ in range(warm_ups + given.runs):
-        clock, begun = Clock(), time.perf_counter()
+        clock, started = Clock(), time.perf_counter()
         watched = transformers.StoppingCriteriaList([clock])
         said = model.generate(ids, max_new_tokens=given.tokens, do_sample=False, stopping_criteria=watched, **how)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started)
         marks.append(clock.marks)
         assert said.shape[1] == len(prompt) + given.tokens == len(prompt) + len(clock.marks)
     found = summary(way, marks[warm_ups:])
@@ -251,9 +251,9 @@ def summary(way: str, runs: list[list[float]]) -> Found:
 def timed(call: Callable[[], object], device: torch.device) -> float:
     """Milliseconds of a call that ends with a read."""
     settle(device)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     call()
-    return 1000 * (time.perf_counter() - begun)
+    return 1000 * (time.perf_counter() - started)
 
 
 def extra_memory(call: Callable[[], object], device: torch.device) -> float:
@@ -308,17 +308,17 @@ def print_table(found: list[Found], given: argparse.Namespace) -> None:
             f"{one['prompt_theirs_gb']:.2f} GB beside weights and pool",
         )
         ratio = one["prompt_ratio"]
-        told = f"{ratio:.2f} x the time, {one['prompt_ours_gb']:.2f} GB"
-        line(one, "prompt, ours", one["prompt_ours_ms"], told, ratio <= PROMPT_BAR.get(one["shape"], 0), PROMPT_BAR)
+        note = f"{ratio:.2f} x the time, {one['prompt_ours_gb']:.2f} GB"
+        line(one, "prompt, ours", one["prompt_ours_ms"], note, ratio <= PROMPT_BAR.get(one["shape"], 0), PROMPT_BAR)
 
 
 def line(
-    one: Found, what: str, ms: float, told: str = "", meets: bool = True, bar: float | dict[str, float] | None = None
+    one: Found, what: str, ms: float, note: str = "", meets: bool = True, bar: float | dict[str, float] | None = None
 ) -> None:
-    """Print a line of the table; a bar by shapes is told where there is one."""
+    """Print a line of the table; show a bar by shapes if there is one."""
     limit = bar.get(one["shape"]) if isinstance(bar, dict) else bar
     print(
-        f"{one['shape']:>5} {what:<22} {ms:8.3f}   {told}"
+        f"{one['shape']:>5} {what:<22} {ms:8.3f}   {note}"
         + ("" if limit is None else f"  {'meets' if meets else 'MISSES'} {limit}")
     )
 

@@ -81,11 +81,11 @@ def _tree() -> str:
 
 
 def _drawn(boxes: list[Box], top: float) -> str:
-    place = [(GAP + box.column * (BOX + GAP), top + box.row * (HIGH + GAP + 6)) for box in boxes]
+    corners = [(GAP + box.column * (BOX + GAP), top + box.row * (HIGH + GAP + 6)) for box in boxes]
     lines = drawn = ""
-    for (x, y), box in zip(place, boxes, strict=True):
+    for (x, y), box in zip(corners, boxes, strict=True):
         if box.parent is not None:
-            before, above = place[box.parent]
+            before, above = corners[box.parent]
             lines += line(before + BOX, above + HIGH / 2, x, y + HIGH / 2)
         drawn += rect(x, y, BOX, HIGH, box.colour, faint=box.faint)
         drawn += text(x + BOX / 2, y + HIGH / 2 + 4, box.word, anchor="middle", kind="" if box.faint else "light")

@@ -1,9 +1,10 @@
 """Compare drafts with their target over whole prompt files: `python scripts/evaluate_drafts.py --texts texts.jsonl
 PROMPTS.jsonl …`
 
-The target answers each prompt once, greedily (128 tokens at most, first turns only); its answers are kept in --texts,
-so that a run that was stopped goes on, and every draft reads the same ones. Prints a table of top-1 and top-3 agreement
-by file, and their mean over all prompts. With --note the figures go into each draft's provenance.json and README.md.
+The target answers each prompt once, greedily, with at most 128 tokens; only first turns are answered. --texts keeps its
+answers, so a stopped run can continue, and every draft is compared with the same ones. The script prints a table of
+top-1 and top-3 agreement by file, and their mean over all prompts. With --note the figures go into each draft's
+provenance.json and README.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TARGET, TOKENS = "smollm2-135m", 128
 
 
 def main() -> None:
-    """Record what is not yet recorded, compare, and print."""
+    """Record missing answers, compare, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path, nargs="+", help="files as for generate --file")
     parser.add_argument("--texts", type=Path, required=True, help="where the target's answers are kept")
@@ -79,7 +80,7 @@ def _texts(held: Mapping[str, Any], suite: str, count: int) -> Iterator[Answered
 
 
 def agreements(target: LLM, pair: str, texts: Mapping[str, list[AnsweredPrompt]]) -> dict[str, Agreement]:
-    """Let a pair's draft read the answers of each suite."""
+    """Compare a pair's draft with the answers of each suite."""
     choice = fitted_to_target(ModelChoice(str(draft_folder(pair)), shorten=True), TARGET)
     drafter = make_drafter(choice, common_vocabulary(target.tokenizer, choice), target.target_runner)
     return {suite: compare(drafter.runner, tracked(lines, f"{pair}: {suite}")) for suite, lines in texts.items()}
@@ -100,8 +101,8 @@ def note(folder: Path, found: Mapping[str, Agreement], texts: Mapping[str, list[
     }
     figures["all prompts"] = {name: round(over_prompts(found, texts, name), 4) for name in ("top1", "top3")}
     provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-    told = json.dumps({**provenance, "evaluation": figures}, indent=2, ensure_ascii=False)
-    (folder / "provenance.json").write_text(told + "\n", encoding="utf-8")
+    card = json.dumps({**provenance, "evaluation": figures}, indent=2, ensure_ascii=False)
+    (folder / "provenance.json").write_text(card + "\n", encoding="utf-8")
     card = (folder / "README.md").read_text(encoding="utf-8")
     card = re.sub(r"## Evaluation\n.*?(?=\n## )", "", card, flags=re.DOTALL)
     rows = "".join(

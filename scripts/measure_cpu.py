@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def memory(threads: int) -> dict[str, float]:
-    """Load the default model, read a prompt of nearly its whole context, and say what that took."""
+    """Load the default model, prefill a prompt of nearly its whole context, and return the memory that took."""
     import torch
 
     from specbranch import LLM, SamplingParams

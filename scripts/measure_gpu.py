@@ -1,8 +1,8 @@
 """Check and time a GPU's step: graphs over random weights, against what its memory can read, and against bars.
 
-Median milliseconds of a graph's replay, the choice of a token included, for 1, 16 and 64 rows of one sequence and 1 row
-of each of 4; with --sequences 1 row of each of so many, too. A case is a shape, its weights and the context before the
-rows, such as 7b, 1b:int8 or 8b@8000. Last line: JSON.
+Figures are median milliseconds of a graph's replay, the choice of a token included. Steps have 1, 16 and 64 rows of one
+sequence, and 1 row of each of 4 sequences; --sequences adds another number of sequences. A case is a shape, its weights
+and the context before the rows, such as 7b, 1b:int8 or 8b@8000. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ def time_step(graphs: Graphs, spare: int, rows: list[Rows], replays: int) -> dic
     """Time packing and replays; the first run captures."""
     packed, bucket = pack(rows, spare, least=graphs.step.least)
     graphs.bring(packed)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     logits = graphs.run_brought(bucket, count=1).logits
     if not bool(logits.isfinite().all()):
         raise SystemExit("a step gave logits that are no numbers")
-    first = time.perf_counter() - begun
+    first = time.perf_counter() - started
     packing = [seconds(lambda: pack(rows, spare)) for _ in range(200)]
     times = milliseconds(lambda: graphs.run_brought(bucket, count=1), replays, logits.device)
     return {
@@ -248,9 +248,9 @@ def milliseconds(call: Callable[[], object], times: int, device: torch.device) -
 
 def seconds(call: Callable[[], object]) -> float:
     """How long a call takes."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     call()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def device_name(device: str) -> str:
@@ -263,13 +263,13 @@ def print_table(found: list[dict[str, Any]]) -> None:
     print("    case         work      ms   least no att.  floor  share of 1 row pack us first s")
     for entry in found:
         one = next(other["ms"] for other in found if other["case"] == entry["case"] and other["work"] == "1 row")
-        told = ", ".join(verdicts(entry, one)) + ("" if entry["kernels"] else "  (plain attention)")
+        verdict = ", ".join(verdicts(entry, one)) + ("" if entry["kernels"] else "  (plain attention)")
         times = (
             f"{entry['ms']:7.3f} {entry['least_ms']:7.3f} {entry['no_attention_ms']:7.3f} "
             f"{entry['floor_ms']:6.2f} {entry['share']:6.1%}"
         )
         rest = f"{entry['ms'] / one:8.3f} {entry['pack_us']:7.1f} {entry['first_s']:7.1f}"
-        print(f"{entry['case']:>8} {entry['work']:>12} {times} {rest}  {told}")
+        print(f"{entry['case']:>8} {entry['work']:>12} {times} {rest}  {verdict}")
 
 
 def verdicts(entry: dict[str, Any], one: float) -> list[str]:

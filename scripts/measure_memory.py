@@ -1,8 +1,8 @@
-"""What a GPU's runner takes beside weights and pool: many requests one after the other, of random weights in a shape.
-Last line: JSON.
+"""Measure the memory of a GPU's runner besides weights and KV pages, over many requests on random weights. Last line:
+JSON.
 
-Each request reads a prompt, has trees judged as speculative methods do, and decodes some tokens plainly. Bars: 1.5 GB
-beside weights and pool at the 8B shape, graphs under 1 GB, nothing that grows.
+Each request prefills a prompt, verifies trees as speculative methods do, and decodes some tokens plainly. Bars: 1.5 GB
+besides weights and pages at the 8B shape, graphs under 1 GB, nothing that increases.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def one_request(verifier: Verifier, number: int, rng: random.Random, context: int, vocabulary: int) -> None:
-    """Read a prompt, judge trees behind it, then go on plainly."""
+    """Prefill a prompt, verify trees behind it, then decode plainly."""
     text = [rng.randrange(vocabulary) for _ in range(rng.choice([20, 300, 1500, context // 2]))]
     verifier.open(number, Request(SamplingParams(temperature=rng.choice([0.0, 0.8])), number, len(text)))
     for rows in (3, 15, 40):
@@ -76,7 +76,7 @@ def one_request(verifier: Verifier, number: int, rng: random.Random, context: in
 
 
 def judged(verifier: Verifier, number: int, order: Verify) -> int:
-    """Carry an order out; returns the target's own token, as if nothing had been taken."""
+    """Run an order; return the target's own token, as if nothing had been accepted."""
     scored, failed = verifier.score({number: order}, {})
     if failed:
         raise SystemExit(str(failed[number]))

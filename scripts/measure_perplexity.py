@@ -1,9 +1,8 @@
-"""How far stored weights, and keys and values stored small, are from float32, and from llama.cpp: perplexity of a GGUF
-file on a fixed text, the same tokens and windows for all.
+"""Compare stored weights and quantised KV caches with float32 and llama.cpp: perplexity of a GGUF file on a fixed text.
 
-The text is that of our own suite's articles. Each window is read from its first token; its second half is scored.
-llama.cpp runs in a process of its own, if an interpreter is named that has the package xllamacpp: it is asked for one
-token after the other, with the next token of the text forced, and tells what chance it gave it.
+All have the same tokens and windows. The text is that of our own suite's articles. Each window is computed from its
+first token; its second half is scored. llama.cpp runs in a process of its own, if --llama names an interpreter with the
+package xllamacpp. It decodes token by token, with the next token of the text forced, and returns its probability.
 
     python scripts/measure_perplexity.py MODEL.gguf --llama /path/to/venv/bin/python
 """
@@ -41,11 +40,11 @@ def main() -> None:
     found |= divergence("stored", floats["logits"], stored["logits"])
     for kind in ("bfloat16", "int8"):
         for name, weights, exact in (("float32", "float32", floats), ("stored", "stored", stored)):
-            told, small = f"{name}, cache {kind}", ours(given.model, texts, weights, kind, given.threads)
-            found[told] = perplexity(small["said"])
-            found[f"{told}: / {name}"] = found[told] / found[name]
-            found[f"{told}: error of that"] = uncertainty(small["said"], exact["said"])
-            found |= divergence(told, exact["logits"], small["logits"])
+            way, small = f"{name}, cache {kind}", ours(given.model, texts, weights, kind, given.threads)
+            found[way] = perplexity(small["said"])
+            found[f"{way}: / {name}"] = found[way] / found[name]
+            found[f"{way}: error of that"] = uncertainty(small["said"], exact["said"])
+            found |= divergence(way, exact["logits"], small["logits"])
     if given.llama:
         command = [given.llama, __file__, given.model, "--only", "llama", "--threads", str(given.threads)]
         child = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True)
@@ -118,13 +117,13 @@ def by_llama(model: str, texts: list[list[int]], threads: int) -> list[float]:
     server, said = xllamacpp.Server(params), []
     for text in texts:
         for at in range(len(text) // 2, len(text)):
-            # The token is forced by a bias; what is told of it is its chance without one.
+            # The token is forced by a bias; the reported probability is the one without it.
             asked = {"prompt": text[:at], "n_predict": 1, "temperature": 0.0, "n_probs": 1, "cache_prompt": True}
             answer = server.handle_completions({**asked, "logit_bias": [[text[at], 1000.0]], "ignore_eos": False})
-            told = answer["choices"][0]["logprobs"]["content"][0]
-            if told["id"] != text[at]:
-                raise SystemExit(f"llama.cpp was to say token {text[at]}, and said {told['id']}.")
-            said.append(float(told["logprob"]))
+            reported = answer["choices"][0]["logprobs"]["content"][0]
+            if reported["id"] != text[at]:
+                raise SystemExit(f"llama.cpp was to say token {text[at]}, and said {reported['id']}.")
+            said.append(float(reported["logprob"]))
     return said
 
 

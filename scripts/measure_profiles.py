@@ -1,10 +1,10 @@
 """Measure profiles like the shipped ones on a GPU: Llama shapes, random weights, bfloat16, CUDA graphs, 1k of context.
 
-For each pair: a target forward by its rows, a draft step by its width, then both at once on two streams: what a draft
-step adds to the target, and what the target adds to a draft step. What the engine adds to the kernels is not measured
-here: it was read off the rounds of `bench run --preset gpu-core`, and stands below. Writes one profile a pair into
---out and prints a table; last line: JSON. Weights are random, so the numbers are times and nothing else; memory is all
-that a shape needs of a real model.
+For each pair the script times a target forward by its rows and a draft step by its width. Then it runs both at once on
+two streams, to see how much each slows the other. It does not measure what
+the engine adds to the kernels: the constants below come from rounds of `bench run --preset gpu-core`. It writes one
+profile a pair into --out and prints a table; last line: JSON. Weights are random, so the numbers are times and nothing
+else.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Model:
         self._graphs = Graphs(step, self.shaped.pool.pages, chooser=Chooser(step.picks, self.shaped.arch.vocabulary))
 
     def forward(self, count: int) -> Replay:
-        """A target's forward: a line of rows, or lines of 16 of several sequences."""
+        """Return a target's forward: a chain of rows, or chains of 16 of several sequences."""
         rows = self.shaped.rows(count) if count <= TOGETHER else self.shaped.rows(16, sequences=count // 16)
         return self._step(rows)
 
     def draft(self, width: int) -> Replay:
-        """A draft's step: rows side by side, of which the best entries are told."""
+        """Return a draft's step: rows side by side, with the best entries of each."""
         return self._step(self.shaped.lanes(width), entries=8)
 
     def _step(self, rows: list[Rows], entries: int = 1) -> Replay:

@@ -1,10 +1,10 @@
-"""Record the sentence that the server's page shows at once: the default pair's own tokens, by plain decoding and by
-SpecBranch, with everything that was drafted meanwhile.
+"""Record the sentence that the server's page shows at once: the default pair, by plain decoding and SpecBranch.
 
 python scripts/record_page.py
 
-Models and decisions are real; time is that of a cost profile, as the page says: draft and target side by side is more
-than two cores of a laptop show. Run it again after a change to the method or the default draft.
+The recording has everything that was drafted. Models and decisions are real. Time is that of a cost profile, as the
+page says: a laptop with two cores cannot run draft and target at once. Run it again after a change to the method or the
+default draft.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def main() -> None:
         plain = filmed(llm.using("autoregressive"), prompt, LONGEST)
         length = first_sentence(piece.text for piece in plain.output.pieces)
         plain, ours = filmed(llm.using("autoregressive"), prompt, length), filmed(fast, prompt, length)
-        told = recording(llm, given.question, plain, ours)
-    given.out.write_text(json.dumps(told, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
-    print(f"{told['text']!r}: {told['speedup']:.2f} × sooner, {given.out.stat().st_size} bytes in {given.out}")
+        values = recording(llm, given.question, plain, ours)
+    given.out.write_text(json.dumps(values, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
+    print(f"{values['text']!r}: {values['speedup']:.2f} × sooner, {given.out.stat().st_size} bytes in {given.out}")
 
 
 def warm_up(llm: LLMView) -> None:
@@ -69,8 +69,8 @@ def filmed(llm: LLMView, prompt: list[int], tokens: int) -> Filmed:
     """Answer a prompt and keep its rounds."""
     film, frames, output = Film(), list[Frame](), None
 
-    def see(*round_told: Any) -> None:
-        frames.extend(filter(None, [film.see(*round_told)]))
+    def see(*watched: Any) -> None:
+        frames.extend(filter(None, [film.see(*watched)]))
 
     for chunk in llm.stream(prompt, SamplingParams(max_tokens=tokens), on_round=see):
         output = chunk.output
@@ -88,7 +88,7 @@ def recording(llm: LLM, question: str, plain: Filmed, ours: Filmed) -> dict[str,
     """What the page is given. Times are seconds since the prompt was read."""
     assert plain.output.text == ours.output.text and plain.output.token_ids == ours.output.token_ids
     profile = load_profile(CLOCK)
-    told_plain, told_ours = (_told(llm, one) for one in (plain, ours))
+    plain_film, our_film = (_film_values(llm, one) for one in (plain, ours))
     return {
         "question": question,
         "text": plain.output.text,
@@ -100,13 +100,13 @@ def recording(llm: LLM, question: str, plain: Filmed, ours: Filmed) -> dict[str,
         "recorded": datetime.now(UTC).date().isoformat(),
         "commit": source_commit(),
         "by": "scripts/record_page.py",
-        "speedup": told_plain["seconds"] / told_ours["seconds"],
-        "plain": told_plain,
-        "ours": told_ours,
+        "speedup": plain_film["seconds"] / our_film["seconds"],
+        "plain": plain_film,
+        "ours": our_film,
     }
 
 
-def _told(llm: LLM, one: Filmed) -> dict[str, Any]:
+def _film_values(llm: LLM, one: Filmed) -> dict[str, Any]:
     first = one.frames[0].end
     frames = [frame.trimmed(NODES).to_dict(lambda token: llm.tokenizer.decode([token])) for frame in one.frames]
     for frame in frames:

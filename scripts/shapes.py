@@ -43,7 +43,7 @@ class Shaped:
 
     @property
     def spare(self) -> int:
-        """The place that padding is written to."""
+        """The KV slot that padding is written to."""
         return self.pool.pages * PAGE
 
     def rows(self, count: int, sequences: int = 1) -> list[Rows]:

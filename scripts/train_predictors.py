@@ -1,9 +1,9 @@
 """Train the predictors (H-RAD) of the three SmolLM2 pairs that come with the package, as they were: `python
 scripts/train_predictors.py`.
 
-The same as `specbranch train-predictor` for each pair, but the target writes and reads once for all, and for the
-default pair predictors that read fewer and more layers are trained beside, for the table over K in docs/benchmarks.md.
-On one H200 a few minutes.
+This is `specbranch train-predictor` for each pair, except that the target writes and computes its texts once for all.
+For the default pair it also trains predictors over fewer and more layers, for the table over K in docs/benchmarks.md.
+It takes a few minutes on one H200.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def job(
 
 
 def read(asked: argparse.Namespace, material: Any) -> dict[str, LabelledRounds]:
-    """Read the texts once, with one target and all drafts."""
+    """Compute the texts once, with one target and all drafts."""
     jobs = {pair: job(pair, MOST, asked) for pair in PAIRS}
     one = jobs[PAIRS[0]]
     target = load_runner(one.choices[0])

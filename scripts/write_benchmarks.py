@@ -1,16 +1,19 @@
-"""Write the tables of docs/benchmarks.md from results of the bench: whatever stands between a pair of markers is made
-anew.
+"""Write the tables of docs/benchmarks.md from results of the bench: the text between a pair of markers is replaced.
 
     python scripts/write_benchmarks.py --modelled DIR --wall DIR --gpu DIR --ablation DIR --sampled DIR --predictors
     python scripts/write_benchmarks.py --gpu DIR --predicted DIR --two-devices DIR
     python scripts/write_benchmarks.py --load DIR
 
-The modelled ones come from `specbranch bench run --preset modelled --out DIR`, the measured ones from `--preset wall`
-and `--preset gpu-core`, those of the parts from `--preset ablation`, sampled ones from a modelled run with
-`--temperature 1`; the predictors' figures are in the package. Predicted ones are modelled runs of what was measured on
-a GPU, those of two devices modelled runs by a profile `h200-…` and its `h200x2-…`. Results may lie in several folders.
-Where a method was run with several settings, the one that is best in the mean over the suites counts. Those of many
-requests at once come from all `load.json` below a folder, see `specbranch bench load`, and go to docs/many.md, too.
+Results come from `specbranch bench run --preset NAME --out DIR`, and may be in several folders:
+
+- modelled: `--preset modelled`; sampled: the same with `--temperature 1`
+- measured: `--preset wall` and `--preset gpu-core`; parts of the method: `--preset ablation`
+- predicted: modelled runs of what was measured on a GPU
+- two devices: modelled runs by a profile `h200-…` and its `h200x2-…`
+- many requests at once: all `load.json` below a folder (`specbranch bench load`); these go to docs/many.md, too
+
+The predictors' figures are in the package. If a method was run with several settings, the one with the best mean over
+the suites counts.
 """
 
 from __future__ import annotations
@@ -63,8 +66,8 @@ LoadCell = tuple[str, str, int]  # clock, pair, requests at once
 def main() -> None:
     """Read results and write the page."""
     options = argparse.ArgumentParser(description=__doc__)
-    for name, told in FOLDERS.items():
-        options.add_argument(f"--{name}", type=Path, nargs="+", default=[], help=f"folders of results: {told}")
+    for name, about in FOLDERS.items():
+        options.add_argument(f"--{name}", type=Path, nargs="+", default=[], help=f"folders of results: {about}")
     options.add_argument("--load", type=Path, help="folder of results of bench load, in any depth")
     options.add_argument("--predictors", action="store_true", help="the figures of the shipped predictors")
     given = options.parse_args()
@@ -164,11 +167,11 @@ def _modelled(rows: Sequence[ResultRow]) -> list[str]:
             there = [m for m in METHODS if _has(rows, pair, clock, m)]
             means = {m: fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES) for m in there}
             best = max(means.values())
-            told = [
+            figures = [
                 "–" if m not in means else f"**{means[m]:.2f}**" if means[m] == best else f"{means[m]:.2f}"
                 for m in columns
             ]
-            lines.append([clock, pair.removeprefix("smollm2-"), *told])
+            lines.append([clock, pair.removeprefix("smollm2-"), *figures])
     return _table(["costs", "pair", *columns], lines)
 
 
@@ -245,11 +248,11 @@ def _ablation(rows: Sequence[ResultRow]) -> list[str]:
     lines = []
     for method in _names(rows, lambda row: row.method):
         whole = re.split("[-@]", method)[0]
-        told = [
+        figures = [
             f"{means[pair, method]:.2f}" + _share(means[pair, method], means[pair, whole], whole != method)
             for pair in pairs
         ]
-        lines.append([f"`{method}`", *told])
+        lines.append([f"`{method}`", *figures])
     return _table(["method", *(pair.removeprefix("smollm2-") for pair in pairs)], lines)
 
 
@@ -267,21 +270,21 @@ def _gpu(rows: Sequence[ResultRow]) -> list[str]:
         whole = [m for m in _names(rows, lambda row: row.method) if all((m, suite) in found for suite in SUITES)]
         speedups = {m: [found[m, suite].speedup or 0.0 for suite in SUITES] for m in whole}
         best = max(map(fmean, speedups.values()))
-        for name, told in cells.items():
+        for name, figures in cells.items():
             if (m := name.strip("`")) not in speedups:
-                told += ["–", "–", "–"]
+                figures += ["–", "–", "–"]
                 continue
             mean, host = fmean(speedups[m]), fmean(found[m, suite].host_share or 0.0 for suite in SUITES)
             shown = f"**{mean:.2f}**" if mean == best else f"{mean:.2f}"
-            told += [shown, " / ".join(f"{one:.2f}" for one in speedups[m]), f"{host:.0%}"]
+            figures += [shown, " / ".join(f"{one:.2f}" for one in speedups[m]), f"{host:.0%}"]
     shapes = [pair.removeprefix("smollm2-") for pair in pairs]
     head = ["method", *(title for shape in shapes for title in (shape, "by suite", "host"))]
-    return _table(head, [[name, *told] for name, told in cells.items()])
+    return _table(head, [[name, *figures] for name, figures in cells.items()])
 
 
 def _beside_the_measured(predicted: Sequence[ResultRow], measured: Sequence[ResultRow]) -> list[str]:
-    """What the simulator gives for the same methods, settings and prompts beside what a GPU gave: speedups, and the
-    time of a round, mean of the suites; last, how far apart they are at worst."""
+    """Return modelled and measured results of the same methods, settings and prompts: speedups, and the time of a
+    round, as means over the suites. The last line has their largest difference."""
     modelled = [replace(row, pair=f"{row.pair}-{row.clock.removeprefix(ONE)}") for row in _best(predicted)]
     means = [{}, {}]  # of speedup and of a round's milliseconds, by pair and method
     for held, rows in zip(means, (modelled, _best(measured)), strict=True):
@@ -294,13 +297,13 @@ def _beside_the_measured(predicted: Sequence[ResultRow], measured: Sequence[Resu
     pairs = list(dict.fromkeys(pair for pair, _ in both))
     cells: dict[str, list[str]] = {}
     for method in dict.fromkeys(method for _, method in both):
-        told = cells[f"`{method}`"] = []
+        figures = cells[f"`{method}`"] = []
         for pair in pairs:
             if (pair, method) not in both:
-                told += ["–", "–"]
+                figures += ["–", "–"]
                 continue
             (speed, spent), (seen, took) = means[0][pair, method], means[1][pair, method]
-            told += [
+            figures += [
                 f"{speed:.2f} ÷ {seen:.2f} = {speed / seen:.2f}",
                 f"{spent:.2f} ÷ {took:.2f} = {spent / took:.2f}",
             ]
@@ -309,7 +312,7 @@ def _beside_the_measured(predicted: Sequence[ResultRow], measured: Sequence[Resu
     near = sum(one <= NEAR for one, _ in off)
     worst = [f"`{method}` with {pair.removeprefix('smollm2-')} ({one:.0%})" for one, (pair, method) in off[:-4:-1]]
     return [
-        *_table(head, [[name, *told] for name, told in cells.items()]),
+        *_table(head, [[name, *figures] for name, figures in cells.items()]),
         "",
         f"{near} of {len(off)} speedups are within {NEAR:.0%} of the measured ones; the median error is "
         f"{off[len(off) // 2][0]:.1%}. The largest errors are: {', '.join(worst)}.",
@@ -405,10 +408,10 @@ def _wall(rows: Sequence[ResultRow]) -> list[str]:
     for pair in _names(rows, lambda row: row.pair):
         for method in _names(rows, lambda row: row.method):
             found = [_row(rows, pair, suite, "wall", method) for suite in SUITES]
-            told = [
+            figures = [
                 f"{row.tokens_per_second:.1f} ({row.speedup:.2f}, ±{100 * (row.spread or 0):.1f} %)" for row in found
             ]
-            lines.append([pair.removeprefix("smollm2-"), method, *told])
+            lines.append([pair.removeprefix("smollm2-"), method, *figures])
     return _table(["pair", "method", *SUITES.values()], lines)
 
 
@@ -426,7 +429,7 @@ def _load(rows: Sequence[LoadRow]) -> list[str]:
     others = {
         _cell(row): row for row in sorted(rows, key=lambda row: row.over_plain) if row.method not in PLAIN_AND_OURS
     }
-    told = {
+    figures = {
         _cell(row): f"{row.over_plain:.2f} / {others[_cell(row)].over_plain:.2f} / {row.bound or 0.0:.2f}"
         for row in cells
     }
@@ -434,10 +437,10 @@ def _load(rows: Sequence[LoadRow]) -> list[str]:
     behind = min(cells, key=lambda row: row.over_plain / others[_cell(row)].over_plain)
     ratio = behind.over_plain / others[_cell(behind)].over_plain
     return [
-        *_over_loads(cells, told),
+        *_over_loads(cells, figures),
         "",
-        f"Our lowest speedup is {worst.over_plain:.3f} ({_told(worst)}). Against the best other method, our lowest "
-        f"ratio is {ratio:.2f} ({_told(behind)}, {others[_cell(behind)].method}).",
+        f"Our lowest speedup is {worst.over_plain:.3f} ({_named(worst)}). Against the best other method, our lowest "
+        f"ratio is {ratio:.2f} ({_named(behind)}, {others[_cell(behind)].method}).",
     ]
 
 
@@ -446,10 +449,10 @@ def _load_ours(rows: Sequence[LoadRow]) -> list[str]:
     return _over_loads(cells, {_cell(row): f"{row.over_plain:.2f}" for row in cells})
 
 
-def _over_loads(cells: Sequence[LoadRow], told: dict[LoadCell, str]) -> list[str]:
+def _over_loads(cells: Sequence[LoadRow], figures: dict[LoadCell, str]) -> list[str]:
     counts = sorted({row.at_once for row in cells})
     lines = [
-        [clock, pair.removeprefix("smollm2-"), *(told.get((clock, pair, count), "–") for count in counts)]
+        [clock, pair.removeprefix("smollm2-"), *(figures.get((clock, pair, count), "–") for count in counts)]
         for clock, pair in dict.fromkeys((row.clock, row.pair) for row in cells)
     ]
     return _table(["costs", "pair", *map(str, counts)], lines)
@@ -459,7 +462,7 @@ def _cell(row: LoadRow) -> LoadCell:
     return row.clock, row.pair, row.at_once
 
 
-def _told(row: LoadRow) -> str:
+def _named(row: LoadRow) -> str:
     return f"{row.clock}, {row.pair.removeprefix('smollm2-')}, {row.at_once} at once"
 
 

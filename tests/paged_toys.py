@@ -25,7 +25,7 @@ class PagedStates(MutableSequence[State]):
         self.read = PrefilledPrompt(self.table)
 
     def reach(self, length: int) -> None:
-        """Have room for so many states, those behind the present end nobody else's, or raise CacheFull."""
+        """Reserve room for some states, those behind the present end unshared, or raise CacheFull."""
         self.table.reserve(self._length, length, self._copy)
 
     def recall(self, text: Sequence[int], chunk: int) -> int:
@@ -36,12 +36,12 @@ class PagedStates(MutableSequence[State]):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._memory[self._flat(range(self._length)[place])]
+    def __getitem__(self, slot: Any) -> Any:
+        return self._memory[self._flat(range(self._length)[slot])]
 
-    def __setitem__(self, place: Any, state: Any) -> None:
+    def __setitem__(self, slot: Any, state: Any) -> None:
         # what moves within a tail lies behind all that others share of the page, as in the native runner
-        self._memory[self._flat(place)] = state
+        self._memory[self._flat(slot)] = state
 
     def __delitem__(self, kv_slots: Any) -> None:
         assert isinstance(kv_slots, slice) and kv_slots.stop is None
@@ -55,9 +55,9 @@ class PagedStates(MutableSequence[State]):
         self._length += 1
         self._memory[self._flat(index)] = value
 
-    def _flat(self, place: int) -> int:
+    def _flat(self, slot: int) -> int:
         size = self.table.pool.size
-        return self.table.pages[place // size] * size + place % size
+        return self.table.pages[slot // size] * size + slot % size
 
     def _copy(self, copies: list[Copy]) -> None:
         size = self.table.pool.size
@@ -66,7 +66,7 @@ class PagedStates(MutableSequence[State]):
 
 
 class PagedToyRunner(ToyRunner):
-    """A toy with `pages` pages of `page` places each, which reads prompts in chunks of `prefill_chunk` tokens."""
+    """A toy with `pages` pages of `page` KV slots each, which prefills in chunks of `prefill_chunk` tokens."""
 
     _states: dict[int, PagedStates]  # type: ignore[assignment] # what the toy does with its states is the same
 
@@ -95,7 +95,7 @@ class PagedToyRunner(ToyRunner):
         return max(self.pool.free - due, 0) * self.pool.size
 
     def demand(self, seq: int, count: int) -> None:
-        """Make sure that so many more nodes can be fed, or raise CacheFull."""
+        """Make sure that this many more nodes can be fed, or raise CacheFull."""
         super().demand(seq, count)
         self._states[seq].reach(len(self._states[seq]) + count)
 

@@ -311,16 +311,16 @@ def test_every_method_can_be_asked_for_by_a_request(pair: tuple[str, str], refer
 
 
 @pytest.mark.parametrize("method", tiered(("autoregressive", "pearl", "specbranch"), "specbranch".__eq__))
-def test_whoever_looks_on_is_told_of_every_token(pair: tuple[str, str], reference: LLM, method: str) -> None:
+def test_a_watcher_sees_every_token(pair: tuple[str, str], reference: LLM, method: str) -> None:
     from specbranch.serve.frames import Film, Frame
 
     film, frames = Film(), list[Frame]()
 
     async def work(engine: AsyncLLM) -> Any:
-        def see(*told: Any) -> None:
-            frames.extend(filter(None, [film.see(*told)]))
+        def see(*reported: Any) -> None:
+            frames.extend(filter(None, [film.see(*reported)]))
 
-        beside = engine.submit("Smile", PARAMS)  # of whose rounds nothing is told
+        beside = engine.submit("Smile", PARAMS)  # without a watcher
         output = await engine.submit(PROMPT, PARAMS, {"method": method, "on_round": see}).output()
         await beside.output()
         return output
@@ -362,7 +362,7 @@ def test_whoever_looks_on_has_a_chunk_a_round_so_that_a_long_prompt_holds_up_nob
         loop.limits = replace(
             loop.limits, prompt_tokens_alone=loop.limits.prefill_chunk
         )  # as an AsyncLLM has them, but for 8
-        chunks = list(llm.modelled("c10").stream(list(range(5, 400)), params, lambda *told: rounds.append(told)))
+        chunks = list(llm.modelled("c10").stream(list(range(5, 400)), params, lambda *seen: rounds.append(seen)))
     assert len(chunks) == len(rounds) and len([one for one in chunks if not one.pieces]) > 3
     assert "".join(one.text for one in chunks) == chunks[-1].output.text  # type: ignore[union-attr]
 
@@ -478,7 +478,7 @@ def test_a_watcher_that_raises_is_left_alone_by_its_request_and_all_others(
     pair: tuple[str, str], reference: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(engine: AsyncLLM) -> list[Any]:
-        def stumbling(*told: Any) -> None:
+        def stumbling(*reported: Any) -> None:
             raise ZeroDivisionError("of the watcher")
 
         asked = [engine.submit(PROMPT, PARAMS, {"on_round": stumbling}), engine.submit("Smile", PARAMS)]

@@ -1,4 +1,4 @@
-"""Charts are valid SVG whatever they are given, with round ticks and everything in its place."""
+"""Charts are valid SVG whatever they are given, with round ticks and everything where it belongs."""
 
 from __future__ import annotations
 

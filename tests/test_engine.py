@@ -96,7 +96,7 @@ def test_a_clock_changes_the_seconds_and_not_the_tokens(pair: tuple[str, str]) -
     with LLM(*pair, dtype="float64", device="cpu", options={"context_length": 256, "clock": "h200-1b-8b"}) as llm:
         timed = {name: llm.using(name).generate(PROMPT, params) for name in METHODS}
     assert {answer.token_ids for answer in timed.values()} == {plain(pair).generate(PROMPT, params).token_ids}
-    costs = load_profile("h200-1b-8b")  # the first step is asked for, then plain decoding goes on by itself
+    costs = load_profile("h200-1b-8b")  # the first step is ordered, then plain decoding launches ahead
     seconds = 29 * (costs.target_seconds(1) + costs.host) + costs.asking
     assert timed["autoregressive"].stats["decode_seconds"] == pytest.approx(seconds)
     assert (
@@ -104,7 +104,7 @@ def test_a_clock_changes_the_seconds_and_not_the_tokens(pair: tuple[str, str]) -
     )
 
 
-def test_a_clock_takes_the_place_of_an_executor(pair: tuple[str, str]) -> None:
+def test_a_clock_replaces_an_executor(pair: tuple[str, str]) -> None:
     with pytest.raises(BadParameter, match="executor 'process' has no place beside it"):
         LLM(*pair, executor="process", options={"clock": "h200-1b-8b"}, device="cpu")
     with pytest.raises(BadParameter, match="Did you mean 'h200-1b-8b'"):

@@ -103,7 +103,7 @@ def files() -> list[Path]:
 
 
 def layer(path: Path) -> str:
-    """The first part of a file's place in the package, two parts in the lab and in training."""
+    """The first part of a file's path in the package, two parts in the lab and in training."""
     first, *rest = path.relative_to(SOURCE).with_suffix("").parts
     return f"{first}.{rest[0]}" if first in BUILDINGS and rest[0] != "__init__" else first
 

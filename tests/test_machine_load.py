@@ -22,7 +22,7 @@ COUNTERS = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="this syst
 
 
 def burn(seconds: float) -> None:
-    """Use a core for so much CPU time."""
+    """Use a core for some CPU time."""
     end = time.process_time() + seconds
     while time.process_time() < end:
         pass

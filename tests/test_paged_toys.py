@@ -91,7 +91,7 @@ def test_no_page_is_lost_over_many_requests(requests: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", tiered((1, 3, 8, 16), (3, 16).__contains__))
-def test_what_is_said_does_not_hang_on_how_much_fits(chunk: int) -> None:
+def test_the_text_does_not_depend_on_how_much_fits(chunk: int) -> None:
     for pages in (14, 30):
         done = serve(Pair(pages, 8, chunk), 60, 2, compared=1.0)
         assert sum(one.error is None for one in done) > 40
@@ -111,7 +111,7 @@ def test_a_request_that_finds_no_room_says_so_and_takes_nothing() -> None:
 
 
 def test_a_page_with_two_meanings_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the texts above hang on what lies in the pages."""
+    """The texts above depend on the content of the pages."""
     pair = Pair(pages=60)
     serve(pair, 20, 2, compared=0.0)
     memory = pair.target._memory

@@ -58,7 +58,7 @@ def test_an_unknown_pair_offers_the_nearest_and_lists_all() -> None:
 
 def test_a_draft_that_is_not_here_says_where_one_is_to_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pairs, "IN_CHECKOUT", tmp_path)
-    (tmp_path / "smollm2-weak").mkdir()  # begun, not finished
+    (tmp_path / "smollm2-weak").mkdir()  # started, not finished
     for attempt in (
         lambda: draft_folder("smollm2-weak"),
         lambda: LLM(pair="smollm2-weak"),

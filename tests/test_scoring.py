@@ -30,16 +30,16 @@ def expected(target: str, ids: list[int]) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0]
-    return logits.float().log_softmax(-1)  # as log-probabilities are told
+    return logits.float().log_softmax(-1)  # as log-probabilities are reported
 
 
 @pytest.mark.parametrize("length", [2, GIVEN_AT_ONCE, GIVEN_AT_ONCE + 1, GIVEN_AT_ONCE + 2, 3 * GIVEN_AT_ONCE + 5])
 def test_a_text_is_as_likely_as_the_models_logits_say(llm: LLM, pair: tuple[str, str], length: int) -> None:
     ids = llm.tokenizer.encode(TEXT)[:length]
     assert len(ids) == length
-    told, logs = llm.score(ids, 3), expected(pair[0], ids)
-    assert len(told) == length - 1
-    for at, one in enumerate(told):
+    reported, logs = llm.score(ids, 3), expected(pair[0], ids)
+    assert len(reported) == length - 1
+    for at, one in enumerate(reported):
         assert one.logprob == pytest.approx(logs[at, ids[at + 1]].item(), abs=1e-5)
         best = logs[at].topk(3)
         assert [token for token, _ in one.top] == best.indices.tolist()

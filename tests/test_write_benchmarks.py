@@ -18,8 +18,8 @@ SPEC.loader.exec_module(written)
 def rows(method: str, speedup: float, rate: float = 100.0, **more: Any) -> list[ResultRow]:
     """What a method did on all suites, behind text."""
     usual: dict[str, Any] = {"pair": "smollm2-weak+float32-target", "clock": "h200-68m-7b", "prompts": 8}
-    told = {"tokens_per_second": rate, "tokens_per_forward": 2.0, "speedup": speedup}
-    made = {**usual, **told, **more, "method": method, "temperature": 0.0, "rollback_rate": 0.0, "lossless": True}
+    reported = {"tokens_per_second": rate, "tokens_per_forward": 2.0, "speedup": speedup}
+    made = {**usual, **reported, **more, "method": method, "temperature": 0.0, "rollback_rate": 0.0, "lossless": True}
     return [ResultRow(suite=f"{suite}@1024", **made) for suite in written.SUITES]
 
 

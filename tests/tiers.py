@@ -1,7 +1,7 @@
 """Which cases of a test belong to the quick tier; the others are marked slow.
 
 `tiered` picks the cases of one parameter by a rule. `each_value` and `each_pair` mark a test whose cases are a product
-of parameters: the quick ones are a covering array of it, chosen in the order of the cases, so always the same.
+of parameters. The quick cases are a covering array of it, chosen in the order of the cases, so always the same.
 """
 
 from __future__ import annotations

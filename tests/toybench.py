@@ -1,7 +1,7 @@
 """A bench of toy models: executors around them, requests of every kind, and one session run to its end.
 
-Owns what tests on toys share. Invariant: `plainly` decodes from the law and the noise alone, with no cache, worker or
-session, so a fault in any of those cannot hide on both sides of a comparison.
+Owns what tests on toys share. Invariant: `plainly` decodes from the law and the noise alone, without cache, worker or
+session. So a fault in any of those cannot hide on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class SlowRunner(ToyRunner):
 
 
 class Deferred(SlowRunner):
-    """A target on a device that works by itself: its verdicts are there once they were asked for more often than
-    `polls` says, or when they are waited for."""
+    """A target on a device that works by itself: its verdicts are there after more than `polls` polls, or when they
+    are waited for."""
 
     def __init__(self, law: ToyLaw, polls: Callable[[], int], context_length: int = 4096, tail: int = TAIL) -> None:
         super().__init__(law, 0.0, context_length, tail)
@@ -121,8 +121,7 @@ def drafter_recipe(drift: float, vocabulary: int = VOCABULARY, seconds: float = 
 
 
 class Moody:
-    """A forecaster whose signals have no reason: every class comes up, and what comes up hangs on the row and the
-    token alone."""
+    """A forecaster with random signals: every class comes up, and row and token alone decide which."""
 
     def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
         """Foretell whatever comes to its mind; now and then nothing."""
@@ -182,7 +181,7 @@ class Interrupted:
 
 
 class Overheard(Process):
-    """Notes what the child is told."""
+    """Notes what the child is sent."""
 
     def __init__(self, target: Verifier, recipe: Recipe) -> None:
         self.sent_messages: list[Any] = []
@@ -253,8 +252,8 @@ def answer(session: Session) -> Answer:
 
 
 def plainly(case: Case, model: ToyLaw, said: Sequence[int] = ()) -> Answer:
-    """Decode token by token from the law alone: argmax of log p + noise over the whole sequence, under the ratio rule
-    a draw from p; no cache. The answer begins with what was `said`."""
+    """Decode token by token from the law alone, without a cache: argmax of log p + noise over the whole sequence.
+    Under the ratio rule it is a draw from p. The answer starts with what was `said`."""
     tokens, ending = [*case.prompt, *said], case.ending
     watcher = ending.watch() if ending.watch else None
     ends = set(ending.stop_token_ids) | (set() if ending.ignore_eos else set(ending.eos_ids))
@@ -285,7 +284,7 @@ class Timeless(Experience):
 
 
 class Wanderer(Planner):
-    """Grows and sends whatever comes to its mind; what that is hangs on the text and on past verdicts."""
+    """Extends and sends random nodes; they depend on the text and on past verdicts."""
 
     def __init__(self, session: Session, ngrams: Ngrams | None = None) -> None:
         super().__init__(Experience(PROFILE), ngrams=ngrams)
@@ -296,7 +295,7 @@ class Wanderer(Planner):
         return random.Random(hash((purpose, tuple(self.session.tokens), stats.rejected, stats.losing, stats.siblings)))
 
     def lane_offer(self, tree: Tree, uncomputed: int) -> None:
-        """Nobody is asked."""
+        """Ask nobody."""
 
     def plan_draft_before_verify(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:
         return self._any("alone") if self._random("whether").random() < 0.6 else None

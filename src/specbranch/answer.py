@@ -1,7 +1,7 @@
-"""What a user gets back: an `Output`, whole or `Chunk` by `Chunk`, and the `Answer` it is made from.
+"""What a user gets back: an `Output`, whole or `Chunk` by `Chunk`, and the unfinished `Answer` it is made from.
 
-Owns the pairing of a session with its decoding and its text. Invariant: the pieces shown, joined, are the output's
-text.
+Owns the pairing of a session with its decoding and its text. It runs no rounds. Invariant: the texts of all chunks,
+joined, are the output's text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The text one token made final, where the token came from, and how likely it was, if that was asked."""
+    """One token of an answer: the text it made final, where it came from, and its log-probability if requested."""
 
     text: str
     origin: Origin
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One finished answer."""
+    """One finished answer: its text and tokens, how it was made, and its statistics."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -49,8 +49,8 @@ class Output:
     pieces: tuple[Piece, ...] = field(default=(), repr=False)
     logprobs: tuple[TokenLogprobs, ...] | None = field(default=None, repr=False)
     sample: int = 0
-    alternatives: tuple[Output, ...] = field(default=(), repr=False)  # the further samples, when n > 1
-    error: Exception | None = None  # why a request of several could not be finished
+    alternatives: tuple[Output, ...] = field(default=(), repr=False)  # the other samples if n > 1
+    error: Exception | None = None  # what ended the request before it was finished
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `--json` prints and `verify` reads."""
@@ -92,7 +92,7 @@ class Chunk:
 
 
 class Answer:
-    """A session under way and its text."""
+    """An unfinished answer: a session with its decoding, and its text so far."""
 
     def __init__(
         self,
@@ -104,28 +104,29 @@ class Answer:
         decoding: Decoding,
         forced: tuple[int, ...] = (),
     ) -> None:
-        """`forced`: tokens that the answer starts with, whatever the target would say; then it is free."""
+        """`limit`: tokens of prompt and answer together. `forced`: tokens that the answer starts with, whatever the
+        target would choose."""
         params = request.params
         self.decoding, self.forced = decoding, forced
         self._reader = StopStrings(params.stop, Detokenizer(tokenizer), params.min_tokens)
         self._texts: list[str] = []
-        self._uncomputed: list[int] = []  # tokens whose text nobody waits for
+        self._undecoded: list[int] = []  # tokens that are not in `_texts` yet
         self._shown = 0
         self.session = Session(number, prompt, request, limit, self._watch)
 
     def start(self) -> MethodRounds:
-        """Begin its rounds, once the scheduler admits it."""
+        """Start its rounds; the scheduler calls this when it admits the session."""
         return self.decoding.start(self.session, self.forced)
 
     def chunk(self) -> Chunk:
-        """Return what is new since the last call."""
+        """Return the text since the last call, with the output if the session is finished."""
         output = self.output() if self.session.finished else None
         fresh = self._pieces(self._shown)
         self._shown += len(fresh)
         return Chunk(tuple(fresh), output)
 
     def output(self) -> Output:
-        """Return the finished answer; one that failed holds what there was, and why."""
+        """Return the finished answer. If it failed, it holds the text so far and the error."""
         session = self.session
         assert session.finished
         self._finish()
@@ -147,19 +148,19 @@ class Answer:
         )
 
     def _watch(self, token: int) -> bool:
-        self._uncomputed.append(token)
+        self._undecoded.append(token)
         return self._read() if self.session.request.params.stop else False
 
     def _read(self) -> bool:
-        """Read the text of all tokens so far; returns whether a stop string was completed."""
-        tokens, self._uncomputed = self._uncomputed, []
+        """Decode all new tokens to text. Return True if a stop string was completed."""
+        tokens, self._undecoded = self._undecoded, []
         for token in tokens:
             self._reader.append(token)
             self._texts.append(self._reader.take())
         return self._reader.stopped
 
     def _finish(self) -> None:
-        """The text held back for a stop string that never came belongs to the last token."""
+        """Decode the rest. Text that was held back for a stop string belongs to the last token."""
         self._read()
         if self._texts:
             self._texts[-1] += self._reader.finish()
@@ -167,12 +168,12 @@ class Answer:
     def _pieces(self, start: int = 0) -> list[Piece]:
         self._read()
         session, request = self.session, self.session.request
-        told = session.logprobs[start:] if request.params.logprobs is not None else repeat(None)
+        scores = session.logprobs[start:] if request.params.logprobs is not None else repeat(None)
         tokens = session.tokens[request.prompt_length + start :]
         parts = zip(self._texts[start:], session.origins[start:], tokens, strict=True)
-        return [Piece(*part, logprobs) for part, logprobs in zip(parts, told, strict=False)]
+        return [Piece(*part, logprobs) for part, logprobs in zip(parts, scores, strict=False)]
 
 
 def gather(samples: list[Output]) -> Output:
-    """Return the first of n samples, the others as its alternatives."""
+    """Return the first of n samples, with the others as its alternatives."""
     return replace(samples[0], alternatives=tuple(samples[1:]))

@@ -1,7 +1,7 @@
 """From names to running parts: which file a model is, which runner fits it, which workers an executor gets.
 
-Owns the choice of parts, not their behaviour; everything heavy is imported when it is needed. Invariant: a
-`ModelChoice` is plain data, so that a draft process can make the same model for itself.
+Owns the choice of parts, not their behaviour. Heavy modules are imported when they are needed. Invariant: a
+`ModelChoice` is plain data, so a draft process can load the same model for itself.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class ModelChoice:
 
     name: str  # a known name, a folder (with a model, or its recipe), a .gguf file or a Hub id
     runner: RunnerName = "auto"
-    device: str | None = None  # nothing: a GPU if there is one
-    dtype: str | None = None  # nothing: float32 on a CPU, bfloat16 elsewhere
+    device: str | None = None  # None: a GPU if there is one
+    dtype: str | None = None  # None: float32 on a CPU, bfloat16 on a GPU
     context_length: int | None = None
     threads: int | None = None
     shares: str | None = None  # the target whose embedding and head a draft made by `distill` runs on
-    # take a shorter context where the model has no longer one: a draft may, the text goes on without it
+    # True if a model whose context is shorter than `context_length` is taken as it is: beyond, nothing is drafted
     shorten: bool = False
-    tail: int = TAIL  # tokens that may be in the cache beyond the committed text
-    cache_tokens: int | None = None  # KV slots for all requests together; nothing: what there is room for
-    cache_dtype: str | None = None  # what keys and values are stored in; nothing: in `dtype`
-    # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
+    tail: int = TAIL  # nodes that the KV cache of a sequence holds behind the committed prefix
+    cache_tokens: int | None = None  # KV slots for all requests together; None: what fits in memory
+    cache_dtype: str | None = None  # of stored keys and values; None: `dtype`
+    # how matrices are stored; None: in `dtype`, or in int8 for a draft whose file is
     weights: WeightsName | None = None
-    device_map: DeviceMap | None = None  # auto: over all GPUs, by the transformers runner; nothing: on one device
-    prefix_cache: bool = True  # whether what was read of a prompt is kept for those that begin alike
+    device_map: DeviceMap | None = None  # auto: over all GPUs, by the transformers runner; None: on one device
+    prefix_cache: bool = True  # keep the KV pages of prompts for prompts with the same beginning
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -84,7 +84,7 @@ class ModelChoice:
 
 
 def chosen_target(name: str, device: str | None, dtype: str | None, options: LoadOptions) -> ModelChoice:
-    """Return the choice of a target that was asked for by `LLM`'s arguments."""
+    """Return the choice of the target by `LLM`'s arguments."""
     return ModelChoice(
         name,
         options.runner,
@@ -100,12 +100,13 @@ def chosen_target(name: str, device: str | None, dtype: str | None, options: Loa
 
 
 def chosen_draft(name: str | None, target: ModelChoice, options: LoadOptions) -> ModelChoice | None:
-    """Return the choice of the draft beside a target: it runs as the target does, but for what is its own."""
+    """Return the choice of the draft: it runs as the target does, except for its own options."""
     if not name:
         return None
-    beside = options.draft_device or target.device
-    own: dict[str, Any] = {"weights": options.draft_weights, "cache_dtype": kept_by_draft(options.cache_dtype, beside)}
-    return replace(target, name=name, device=beside, shorten=True, device_map=None, **own)
+    device = options.draft_device or target.device
+    stored = draft_cache_dtype(options.cache_dtype, device)
+    own: dict[str, Any] = {"weights": options.draft_weights, "cache_dtype": stored}
+    return replace(target, name=name, device=device, shorten=True, device_map=None, **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +121,13 @@ class Parts:
     weights: str
     cache_dtype: str
     device: str
-    captures: bool  # whether steps of a new size have something to set up
+    captures: bool  # a step of a new size is first captured as a CUDA graph
 
 
 def assemble(
     target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, clock: CostProfile | None = None
 ) -> Parts:
-    """Load both models and put the workers together; with a `clock` their time is modelled."""
+    """Load both models and make their workers and executor. A `clock` gives the executor simulated time."""
     if executor not in EXECUTORS:
         raise unknown("executor", str(executor), EXECUTORS)
     if clock is not None and executor != "serial":
@@ -148,8 +149,8 @@ def assemble(
 
 
 def fitted_to_target(draft: ModelChoice, target: str) -> ModelChoice:
-    """Return the choice of a draft that is to run beside a target, a pair's by its folder: one made by `distill`
-    shares with it."""
+    """Return the choice of a draft with the folder of a pair's name. A draft made by `distill` shares the target's
+    embedding and head."""
     from specbranch.models.drafts.draft_name import is_draft_folder
 
     found = replace(draft, name=draft_path(draft.name))
@@ -170,7 +171,7 @@ def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
 
 
 def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> TorchRunner:
-    """Load a model with its caches; a draft made by `distill` shares with the target that runs beside it."""
+    """Load a model with its KV cache. A draft made by `distill` shares weights with `target_runner`."""
     import torch
 
     if choice.threads:
@@ -227,8 +228,8 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
     return load_transformers(source, spread=choice.device_map is not None, **asked)
 
 
-def kept_by_draft(cache_dtype: str | None, device: str | None) -> str | None:
-    """Return what a draft's keys and values are stored in: the target's on a CPU, elsewhere nothing but its own."""
+def draft_cache_dtype(cache_dtype: str | None, device: str | None) -> str | None:
+    """Return the dtype of a draft's keys and values: the target's on a CPU. None, on a GPU, is the draft's dtype."""
     return cache_dtype if cache_dtype is not None and chosen_device(device) == "cpu" else None
 
 
@@ -253,7 +254,8 @@ def make_drafter(choice: ModelChoice, vocabulary: int, target_runner: Runner | N
 
 
 def drafter_recipe(choice: ModelChoice, vocabulary: int) -> Recipe:
-    """Return how a draft process makes the same worker for itself; it imports the same sources of tensors first."""
+    """Return the recipe by which a draft process makes the same worker. It imports the same sources of tensors
+    first."""
     from specbranch.models.files.sources import source_modules
 
     given = {"choice": asdict(choice), "vocabulary": vocabulary}
@@ -273,7 +275,7 @@ def make_verifier(choice: ModelChoice) -> Verifier:
 
 
 def common_vocabulary(target: Tokenizer, draft: ModelChoice) -> int:
-    """Return how many ids draft and target share, or say which tokens differ."""
+    """Return the number of ids that draft and target share; refuse a draft whose tokens differ."""
     if draft.shares:
         return target.vocabulary_size
     from specbranch.text.vocabulary import compare_vocabularies
@@ -288,7 +290,7 @@ def make_executor(
     shared: int | None,
     clock: CostProfile | None = None,
 ) -> Executor:
-    """Make the executor of that name, or one with a virtual clock; the draft proposes only the `shared` ids."""
+    """Make the executor of that name, or one with a virtual clock. The draft proposes only the first `shared` ids."""
     if draft is None or shared is None:
         return Serial(verifier) if clock is None else VirtualClock(verifier, None, clock)
     vocabulary = min(shared, verifier.runner.vocabulary)
@@ -303,7 +305,7 @@ def make_executor(
 
 
 def _needs_gpu_target(how: str) -> BadParameter:
-    """Say why nothing could be drafted beside a target."""
+    """Build the error for executor 'streams' with a target that does not run on a GPU."""
     return BadParameter(
         f"Executor 'streams' drafts while the target works by itself on a GPU; this target is run {how}. "
         "Run it on a GPU by the native runner (--device cuda), or use --executor process."
@@ -311,8 +313,7 @@ def _needs_gpu_target(how: str) -> BadParameter:
 
 
 def cost_profile(clock: str | None, target: str, draft: str | None, force: bool = False) -> CostProfile | None:
-    """Return the profile that a clock was named by; one that was measured with other models is refused unless
-    forced."""
+    """Return the cost profile that a clock names. Unless forced, refuse one that was measured with other models."""
     profile = None if clock is None else load_profile(clock)
     if profile is not None and not force and (profile.target_identity or profile.draft_identity):
         profile.check_pair(identity(target), None if draft is None else identity(draft))
@@ -320,17 +321,16 @@ def cost_profile(clock: str | None, target: str, draft: str | None, force: bool 
 
 
 def identity(name: str) -> str:
-    """Return what tells a model from others: a digest of its files, a pair's draft by the pair's name."""
+    """Return a digest of a model's files; `name` may be a pair, for its draft."""
     from specbranch.models.files.identity import model_identity
 
     return model_identity(fetched(ModelChoice(draft_path(name))))
 
 
-def circumstances(
+def experience_key(
     target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, parts: Parts
 ) -> dict[str, Any]:
-    """Return all that decides what a pair's rounds cost here: what is learned under other circumstances is of no
-    use."""
+    """Return the key of learned statistics: everything that decides what a pair's rounds cost on this machine."""
     import torch
 
     from specbranch import __version__
@@ -355,7 +355,7 @@ def circumstances(
 
 
 def _device_name(device: str | None) -> str:
-    """Return what a device is, as far as its speed goes."""
+    """Return the model name of a device."""
     import torch
 
     from specbranch.models.cpu.machine_code import processor_name
@@ -365,7 +365,7 @@ def _device_name(device: str | None) -> str:
 
 
 def chosen_device(name: str | None) -> str:
-    """Return the device that was asked for, a GPU if there is one and nothing was."""
+    """Return the device of that name. None is a GPU if there is one, else the CPU."""
     import torch
 
     if name is None:
@@ -385,13 +385,12 @@ def chosen_device(name: str | None) -> str:
 
 
 def torch_device(choice: ModelChoice) -> str:
-    """Return the kind of device a model runs on."""
+    """Return the kind of device that a model runs on: "cpu" or "cuda"."""
     return chosen_device(choice.device).partition(":")[0]
 
 
 def _described(runner: Runner) -> tuple[RunnerName, str, str, str, str]:
-    """Return which runner it is, its precision, how its matrices, and its keys and values, are stored, and where it
-    computes."""
+    """Return a runner's name, its dtype, the storage of its weights, the dtype of its KV cache, and its device."""
     from specbranch.models.runners.native import NativeRunner
 
     dtype, device = str(getattr(runner, "dtype", None)).removeprefix("torch."), str(getattr(runner, "device", "cpu"))
@@ -401,6 +400,7 @@ def _described(runner: Runner) -> tuple[RunnerName, str, str, str, str]:
 
 
 def half_the_threads() -> int:
-    """How many CPU threads each of two models at work at once gets: two full teams would only wait for each other."""
+    """Return how many CPU threads each of two models gets that compute at once. With all threads for both, they would
+    wait for each other."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(usable // 2, 1)

@@ -1,7 +1,7 @@
 """`AsyncLLM`: a loaded LLM for any number of tasks and threads.
 
-Owns what callers see, and the checks of their requests, in their own threads. Invariant: nothing here touches models,
-sessions and answers: the `EngineThread` alone does, and text comes back by a `Submission`.
+Owns what callers see, and the checks of their requests, which run in the callers' threads. Invariant: nothing here
+touches models, sessions or answers. The `EngineThread` alone does; text comes back through a `Submission`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar, cast
 
 from specbranch.answer import Chunk, Output
-from specbranch.config import SamplingParams, SpeculativeConfig, batch_size
+from specbranch.config import SamplingParams, SpeculativeConfig, check_batch_size
 from specbranch.core.loop import DraftState
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.scheduler import Snapshot
 from specbranch.decoding import resolve
-from specbranch.engine import LLM, MAX_BATCH, Params, checked
+from specbranch.engine import LLM, MAX_BATCH, Params, as_sampling_params
 from specbranch.engine_core import PromptLike
 from specbranch.engine_thread import EngineThread
 from specbranch.errors import BadParameter
@@ -41,16 +41,22 @@ BUFFER = 256  # tokens that a stream may be ahead of its consumer
 
 
 class AsyncLLM:
-    """An LLM for many callers at once."""
+    """An LLM for many callers at once: their requests are decoded together, in one batch.
+
+    Any thread or task may call it. `async with AsyncLLM(llm) as engine:` closes it at the end of the block.
+    """
 
     def __init__(self, llm: LLM, max_batch: int = MAX_BATCH, buffer: int = BUFFER) -> None:
-        """Take over a loaded LLM, which nobody else may use from now on.
+        """Take over a loaded LLM. From now on nobody else may use it.
 
-        `max_batch`: requests decoded at once; memory may allow fewer. `buffer`: tokens that a stream may be ahead of
-        its consumer; beyond, its request rests until they were taken.
+        Args:
+            llm: the LLM; its method decodes the requests that name none.
+            max_batch: the maximum batch size, in samples. Default 64. The KV cache may allow fewer.
+            buffer: how many tokens a stream may run ahead of its consumer. Default 256. Beyond, its request is paused
+                until the consumer has caught up.
         """
         self._llm = llm
-        llm.scheduler.most = batch_size(max_batch)
+        llm.scheduler.most = check_batch_size(max_batch)
         self._thread = EngineThread(llm, buffer)
 
     def submit(
@@ -62,14 +68,18 @@ class AsyncLLM:
         streams: bool = False,
         **older: Any,
     ) -> Submission:
-        """Send a request: a text, token ids, or a conversation; from any thread. What is wrong with it is raised here.
+        """Send a request and return at once with its `Submission`. Mistakes in the request are raised here.
 
-        `options`: how it is decoded and scheduled, a `RequestOptions` or a mapping with its names. `streams`: the
-        caller takes chunks as they come, of one sample only. `older`: names of options were arguments once; they still
-        work, with a DeprecationWarning.
+        Args:
+            prompt: a text, token ids, or a conversation: `[{"role": "user", "content": "…"}, …]`.
+            params: `SamplingParams`, or a mapping with their names. Default: greedy decoding of up to 256 tokens.
+            options: how it is decoded and scheduled, a `RequestOptions` or a mapping with its names.
+            streams: True if the caller takes chunks as they come; then `n` has to be 1. Default False: the text comes
+                at the end.
+            older: names of `options` that were arguments once. They still work, with a DeprecationWarning.
         """
-        asked = with_older(RequestOptions, options, older, "AsyncLLM.submit")
-        return self._thread.send(self._wish(prompt, checked(params), asked, streams))[0]
+        request = with_older(RequestOptions, options, older, "AsyncLLM.submit")
+        return self._thread.send(self._wish(prompt, as_sampling_params(params), request, streams))[0]
 
     def submit_each(
         self,
@@ -80,20 +90,21 @@ class AsyncLLM:
         streams: bool = False,
         **older: Any,
     ) -> list[Submission]:
-        """Send a request each of whose n samples has a submission of its own, so that all may be streamed; see
-        `submit`."""
-        asked, sampling = with_older(RequestOptions, options, older, "AsyncLLM.submit_each"), checked(params)
+        """Send a request as `submit` does, but return a `Submission` for each of its n samples, so that all may be
+        streamed."""
+        request = with_older(RequestOptions, options, older, "AsyncLLM.submit_each")
+        sampling = as_sampling_params(params)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        wish = self._wish(prompt, replace(sampling, seed=seed), asked)
+        wish = self._wish(prompt, replace(sampling, seed=seed), request)
         return self._thread.send(*(replace(wish, streams=streams, sample=sample) for sample in range(sampling.n)))
 
     async def score(
         self, prompt: PromptLike, top: int = 0, options: Options = None, **older: Any
     ) -> tuple[TokenLogprobs, ...]:
-        """Return how likely the target finds each token of a text but the first, with the `top` likeliest tokens at
-        each position. Cancelling the task cancels the request."""
-        asked = with_older(RequestOptions, options, older, "AsyncLLM.score")
-        wish = self._wish(prompt, SamplingParams(logprobs=top), asked)
+        """Return the target's log-probability of each token of a text but the first; see `LLM.score`. Cancelling the
+        task cancels the request."""
+        request = with_older(RequestOptions, options, older, "AsyncLLM.score")
+        wish = self._wish(prompt, SamplingParams(logprobs=top), request)
         if len(wish.prompt) < 2:
             return ()
         (submission,) = self._thread.send(replace(wish, scored=True))
@@ -102,19 +113,22 @@ class AsyncLLM:
     async def generate(
         self, prompt: PromptLike | Sequence[Message], params: Params = None, options: Options = None, **older: Any
     ) -> Output:
-        """Answer a prompt; see `submit`. An error that ended the request is raised. Cancelling the task cancels the
-        request."""
-        asked = with_older(RequestOptions, options, older, "AsyncLLM.generate")
-        (submission,) = self._thread.send(self._wish(prompt, checked(params), asked))
+        """Answer a prompt and return its `Output`; the arguments are those of `submit`. An error that ended the request
+        is raised. Cancelling the task cancels the request."""
+        request = with_older(RequestOptions, options, older, "AsyncLLM.generate")
+        (submission,) = self._thread.send(self._wish(prompt, as_sampling_params(params), request))
         return await _whole(submission)
 
     def stream(
         self, prompt: PromptLike | Sequence[Message], params: Params = None, options: Options = None, **older: Any
     ) -> AsyncIterator[Chunk]:
-        """Answer a prompt as its text comes; see `submit`. Closing the iterator cancels the request. The last chunk
-        carries the output; an error that ended the request is raised instead of it."""
-        asked = with_older(RequestOptions, options, older, "AsyncLLM.stream")
-        return self._chunks(self._wish(prompt, checked(params), asked, streams=True))
+        """Answer a prompt; yield its text as chunks as it comes. The arguments are those of `submit`.
+
+        The last chunk carries the `Output`. If an error ended the request, it is raised instead. Closing the iterator
+        cancels the request.
+        """
+        request = with_older(RequestOptions, options, older, "AsyncLLM.stream")
+        return self._chunks(self._wish(prompt, as_sampling_params(params), request, streams=True))
 
     async def _chunks(self, wish: Wish) -> AsyncIterator[Chunk]:
         (submission,) = self._thread.send(wish)
@@ -129,8 +143,8 @@ class AsyncLLM:
             submission.cancel()
 
     async def aside(self, make: Callable[[LLM], Iterator[Item]]) -> AsyncGenerator[Item, None]:
-        """Have the thread make something else on the loaded models, an item between two rounds; closing the iterator
-        closes what makes them."""
+        """Run an iterator over the loaded LLM in the engine's thread; yield its items, one between two rounds.
+        Closing this iterator closes that one."""
         made = await self._done(partial(make, self._llm))
         try:
             while (item := await self._done(partial(next, made, None))) is not None:
@@ -139,7 +153,7 @@ class AsyncLLM:
             self._thread.post(partial(_close, made))
 
     async def _done(self, task: Callable[[], Result]) -> Result:
-        """Have the thread do something between two rounds, and wait for it."""
+        """Have the engine's thread run a task between two rounds; wait for its result."""
         future: Future[Result] = Future()
         self._thread.post(partial(_keep, future, task), refuse=True)
         return await asyncio.wrap_future(future)
@@ -151,12 +165,12 @@ class AsyncLLM:
 
     @property
     def context_length(self) -> int:
-        """How many tokens prompt and answer may have together."""
+        """The maximum number of tokens of a prompt and its answer together."""
         return self._llm.context_length
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the target scores."""
+        """The number of token ids that the target scores."""
         return self._llm.vocabulary
 
     @property
@@ -171,25 +185,25 @@ class AsyncLLM:
 
     @property
     def method(self) -> str:
-        """How requests are decoded that do not say how."""
+        """The method of requests that name none."""
         return self._llm.method
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are served; once this is over it is over for good."""
+        """True as long as requests are served. Once it is False, it stays so."""
         return self._thread.is_alive
 
     def stats(self) -> Snapshot:
-        """What there is to do and was done, as of the last round; from any thread."""
+        """Return the counts of requests and tokens as of the last round; from any thread."""
         return self._thread.snapshot
 
     def shut_down(self, drain: bool = True) -> None:
-        """Take no more requests, finish those there are, or with `drain` false cancel them, and close the LLM; returns
-        when that is done."""
+        """Refuse new requests, finish the running ones, and close the LLM; return when that is done. With `drain`
+        false, cancel the running ones instead."""
         self._thread.shut_down(drain)
 
     async def close(self, drain: bool = True) -> None:
-        """The same for a task."""
+        """Shut down as `shut_down` does, in a task."""
         await asyncio.to_thread(self.shut_down, drain)
 
     async def __aenter__(self) -> Self:
@@ -207,23 +221,23 @@ class AsyncLLM:
         options: RequestOptions,
         streams: bool = False,
     ) -> Wish:
-        """Check a request, in its caller's thread: nothing here touches the models."""
+        """Check a request in its caller's thread, without touching the models."""
         config, core = self._config(options), self._llm.core
         if streams and params.n > 1:
             raise BadParameter(f"n is {params.n}, but a stream carries one sample. Use generate, or n = 1.")
-        ids = core.tokenizer.chat(prompt) if _is_conversation(prompt) else core.ids(cast(PromptLike, prompt))
+        ids = core.tokenizer.chat(prompt) if _is_conversation(prompt) else core.encode(cast(PromptLike, prompt))
         core.check_length(ids)
         return Wish(ids, params, config, options, streams)
 
     def _config(self, options: RequestOptions) -> SpeculativeConfig:
-        """Return how a request is decoded: as by the LLM unless it says otherwise."""
+        """Return the settings of a request: its own, or the LLM's if it has none."""
         if options.method is None and options.speculative is None:
             return self._llm.config
         return resolve(options.speculative, options.method, self._llm.core.models.has_draft)
 
 
 async def _whole(submission: Submission) -> Output:
-    """Wait for an output, and raise what ended it; who is cancelled meanwhile cancels the request."""
+    """Wait for an output; raise the error that ended it. If the task is cancelled meanwhile, cancel the request."""
     try:
         output = await submission.output()
     finally:
@@ -234,7 +248,7 @@ async def _whole(submission: Submission) -> Output:
 
 
 def _keep(future: Future[Result], task: Callable[[], Result]) -> None:
-    """Do a task, unless nobody waits for it any more; what it raises is its caller's."""
+    """Run a task and put its result, or its error, in a future. Skip it if the future was cancelled."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(task())

@@ -1,9 +1,8 @@
 """Small charts as SVG text: lines with points, bars side by side or stacked; no dependencies.
 
-Owns how a chart looks: colours for light and dark, round ticks, legends. Invariant: a chart is one `<svg>` element,
-valid XML whatever the names in it say, and can stand in a file or inside a page; values that are missing or not finite
-are left out. `svg`, `text`, `rect`, `line`, `polyline` and `legend` are there for other drawings, so that those look
-alike.
+Owns how a chart looks: colours for light and dark, round ticks, legends. Other drawings use `svg`, `text`, `rect`,
+`line`, `polyline` and `legend`, so that they look the same. Invariant: a chart is one `<svg>` element, valid XML
+whatever names it holds, for a file or inside a page. Missing values and values that are not finite are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class ChartLine:
     dashed: bool = False
     drawn: bool = True
     marks: bool = False
-    colour: int | None = None  # a hue of the palette; the line's place among the lines, unless told
+    colour: int | None = None  # a hue of the palette; None: by the line's number among the lines
 
 
 class LegendKey(NamedTuple):
@@ -66,7 +65,7 @@ class Scale:
     end: float
 
     def at(self, value: float) -> float:
-        """Return where a value lies."""
+        """Return the pixel of a value."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
@@ -98,7 +97,7 @@ def bar_chart(
     *,
     stacked: bool = False,
 ) -> str:
-    """Draw a group of bars for each name of `groups`, beside one another or on top of one another."""
+    """Draw a group of bars for each name of `groups`, side by side or stacked."""
     if not groups or not any(_is_finite(value) for a_bar in bars for value in a_bar.values):
         return _empty(title)
     keys = [LegendKey(a_bar.name, number) for number, a_bar in enumerate(bars)]
@@ -113,8 +112,7 @@ def bar_chart(
 
 
 def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False) -> list[float]:
-    """Return rising round numbers, about so many, that enclose the range; `whole` numbers only, where others mean
-    nothing."""
+    """Return rising round numbers, about `about` of them, that enclose the range; with `whole` only whole numbers."""
     if not high - low > 1e-9:  # all alike, but for rounding
         low, high = (low - 1.0, low + 1.0) if low else (0.0, 1.0)
     power = 10.0 ** math.floor(math.log10((high - low) / about))
@@ -126,7 +124,7 @@ def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False)
 
 
 def number_text(value: float) -> str:
-    """Write a number as short as it can be read."""
+    """Return a number as short text."""
     return f"{value:,.6g}".replace("-", "−")
 
 
@@ -149,10 +147,10 @@ def text(x: float, y: float, words: str, *, anchor: Anchor = "start", kind: str 
 
 def rect(x: float, y: float, width: float, height: float, colour: int, *, tip: str = "", faint: bool = False) -> str:
     """Return a filled rectangle in a hue of the palette; `tip` is shown under the pointer."""
-    told = f"<title>{escape(tip)}</title>" if tip else ""
+    tooltip = f"<title>{escape(tip)}</title>" if tip else ""
     shade = f"f{colour % len(LIGHT_COLOURS)}{' faint' if faint else ''}"
     size = f'width="{max(width, 0):.1f}" height="{max(height, 0):.1f}"'
-    return f'<rect x="{x:.1f}" y="{y:.1f}" {size} class="{shade}">{told}</rect>'
+    return f'<rect x="{x:.1f}" y="{y:.1f}" {size} class="{shade}">{tooltip}</rect>'
 
 
 def line(x0: float, y0: float, x1: float, y1: float, kind: str = "rule") -> str:
@@ -167,10 +165,10 @@ def polyline(points: Iterable[tuple[float, float]], colour: int, *, dashed: bool
 
 
 def legend(keys: Sequence[LegendKey], x: float, y: float, width: float = CHART_WIDTH) -> str:
-    """Return names beside their colours, in as many rows as they need; names that are empty are left out."""
+    """Return the names with their colours, in as many rows as they need. Empty names are left out."""
     named = [key for key in keys if key.name]
-    places = zip(named, _places(named, width), strict=True)
-    return "".join(_entry(key, x + offset, y + row * LEGEND_ROW) for key, (row, offset) in places)
+    positions = zip(named, _legend_positions(named, width), strict=True)
+    return "".join(_entry(key, x + offset, y + row * LEGEND_ROW) for key, (row, offset) in positions)
 
 
 def _entry(key: LegendKey, x: float, y: float) -> str:
@@ -182,21 +180,21 @@ def _entry(key: LegendKey, x: float, y: float) -> str:
     return polyline([(x, y - 4), (x + 17, y - 4)], key.colour, dashed=key.kind == "dashed") + words
 
 
-def _places(keys: Sequence[LegendKey], width: float) -> list[tuple[int, float]]:
-    """Where each entry of a legend goes: its row, and how far from the left."""
-    row, offset, places = 0, 0.0, []
+def _legend_positions(keys: Sequence[LegendKey], width: float) -> list[tuple[int, float]]:
+    """Return the position of each entry of a legend: its row, and its distance from the left."""
+    row, offset, positions = 0, 0.0, []
     for key in keys:
         wide = 36 + LETTER * len(key.name)
         if offset and offset + wide > width - CHART_LEFT:
             row, offset = row + 1, 0.0
-        places.append((row, offset))
+        positions.append((row, offset))
         offset += wide
-    return places
+    return positions
 
 
 def _legend_height(keys: Sequence[LegendKey]) -> float:
     named = [key for key in keys if key.name]
-    return LEGEND_ROW * (_places(named, CHART_WIDTH)[-1][0] + 1) if named else 0.0
+    return LEGEND_ROW * (_legend_positions(named, CHART_WIDTH)[-1][0] + 1) if named else 0.0
 
 
 def _key(a_line: ChartLine, hue: int) -> LegendKey:
@@ -214,8 +212,8 @@ def _finite(points: Iterable[tuple[float, Value]]) -> list[tuple[float, float]]:
 
 
 def _ends(values: Iterable[float], from_zero: bool = False) -> tuple[float, float]:
-    told = [*values, *([0.0] if from_zero else [])]
-    return min(told), max(told)
+    bounds = [*values, *([0.0] if from_zero else [])]
+    return min(bounds), max(bounds)
 
 
 def _upwards(ticks: Sequence[float], top: float) -> Scale:
@@ -223,7 +221,7 @@ def _upwards(ticks: Sequence[float], top: float) -> Scale:
 
 
 def _framed(title: str, keys: Sequence[LegendKey], body: str, height: float) -> str:
-    """A whole chart: its title and legend, then what is drawn."""
+    """Return a whole chart: its title and legend, then what is drawn."""
     return svg(
         CHART_WIDTH, height, text(12, 20, title, kind="bold") + legend(keys, CHART_LEFT, CHART_TOP - 22) + body, title
     )
@@ -261,10 +259,10 @@ def _x_ticks(ticks: Sequence[float], across: Scale, top: float) -> str:
 def _line(a_line: ChartLine, hue: int, across: Scale, up: Scale) -> str:
     parts = []
     if a_line.drawn:
-        for told, run in groupby(a_line.points, key=lambda point: _is_finite(point[1])):
-            if told:  # a gap in the values is a gap in the line
-                places = [(across.at(x), up.at(y)) for x, y in _finite(run)]
-                parts.append(polyline(places, hue, dashed=a_line.dashed))
+        for finite, run in groupby(a_line.points, key=lambda point: _is_finite(point[1])):
+            if finite:  # a gap in the values is a gap in the line
+                points = [(across.at(x), up.at(y)) for x, y in _finite(run)]
+                parts.append(polyline(points, hue, dashed=a_line.dashed))
     if a_line.marks or not a_line.drawn:
         for x, y in _finite(a_line.points):
             parts.append(_mark(across.at(x), up.at(y), hue, f"{a_line.name}: {number_text(y)}"))
@@ -272,12 +270,12 @@ def _line(a_line: ChartLine, hue: int, across: Scale, up: Scale) -> str:
 
 
 def _mark(x: float, y: float, hue: int, tip: str) -> str:
-    told = f"<title>{escape(tip)}</title>"
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" class="f{hue % len(LIGHT_COLOURS)} mark">{told}</circle>'
+    tooltip = f"<title>{escape(tip)}</title>"
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" class="f{hue % len(LIGHT_COLOURS)} mark">{tooltip}</circle>'
 
 
 def _heights(bars: Sequence[BarSeries], groups: int, stacked: bool) -> list[float]:
-    """How far the bars reach, their spread included."""
+    """Return the heights of the bars, their spread included."""
     if stacked:
         return [sum(_value(a_bar.values, group) for a_bar in bars) for group in range(groups)]
     return [_value(a_bar.values, group) + _value(a_bar.spread, group) for a_bar in bars for group in range(groups)]
@@ -315,8 +313,7 @@ def _stack(bars: Sequence[BarSeries], group: int, x: float, slot: float, up: Sca
 
 
 def _group_names(groups: Sequence[str], slot: float, foot: float) -> tuple[str, float]:
-    """Write the groups' names below them, slanting where they are too long; returns also how much more room that
-    takes."""
+    """Write the groups' names below them, slanted if they are too long. Return them, and the extra height they need."""
     longest = max(len(name) for name in groups) * LETTER
     slanting = longest > slot
     names = []
@@ -339,8 +336,8 @@ def _empty(title: str) -> str:
 
 
 def _style() -> str:
-    """Everything is named under .sb, because a style inside a page holds for the whole page; no variables, which
-    some viewers lack."""
+    """Return the style. All names are under .sb, because a style inside a page holds for the whole page. It has no
+    variables, which some viewers lack."""
     dark = _colours(DARK, sheet="#0d1117", ink="#e6edf3", soft="#9aa4af", rule="#30363d")
     return (
         ".sb{max-width:100%;height:auto;font:12px system-ui,sans-serif}.sb .bold{font-weight:600;font-size:14px}"

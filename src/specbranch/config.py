@@ -1,7 +1,8 @@
 """What users may set: how to sample (`SamplingParams`), how to speculate (`SpeculativeConfig`), how to load models
 (`LoadOptions`).
 
-Frozen, checked when made; unknown keys are refused with the nearest name. Holds no defaults of particular models.
+Owns names, defaults and ranges. It does not own the defaults of particular models. Invariant: a value is frozen, and
+its fields are checked when it is made; an unknown key is refused with the nearest known name.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ HeadKind = Literal["top", "sampled"]
 PolicyName = Literal["fixed", "confidence", "entropy", "last", "paper", "oracle", "planner"]
 Part = Literal["overlap", "trees", "branches", "lookup", "learning", "hrad", "posterior"]  # of any policy
 
-TUNED_FOR = "tuned_for"  # beside the settings that `specbranch tune` writes: what they are good for; no setting itself
-LONGEST_DRAFT = 64  # tokens: a chain and its verification fit a cache's tail
-MOST_NODES = 128  # of a cache's tail: lookahead's window and candidates fit it
+TUNED_FOR = "tuned_for"  # a key in files of `specbranch tune` that says what was tuned for; it is no setting
+LONGEST_DRAFT = 64  # tokens: a chain and its verification fit the tail of the KV cache
+MOST_NODES = 128  # of the KV cache's tail: lookahead's window and candidates fit it
 NGRAMS = (3, 16)  # shortest and longest n-gram of lookahead decoding
 ExecutorName = Literal["serial", "process", "streams"]
-AT_ONCE: tuple[ExecutorName, ...] = ("process", "streams")  # executors under which draft and target work at once
+OVERLAPPING: tuple[ExecutorName, ...] = ("process", "streams")  # executors that run draft and target at once
 WeightsName = Literal["float32", "bfloat16", "int8", "int4", "stored"]  # how matrices are stored
 WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
 RunnerName = Literal["auto", "native", "transformers"]
@@ -57,7 +58,27 @@ def _is_count(value: object, least: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn and when a request ends; one pipeline for target and draft."""
+    """How tokens are sampled and when an answer ends. Target and draft are sampled alike.
+
+    Attributes:
+        temperature: logits are divided by it. 0, the default, is greedy decoding.
+        top_k: sample among the k most likely tokens. None, the default, keeps all.
+        top_p: sample among the most likely tokens whose probabilities add up to it. 1.0, the default, keeps all.
+        min_p: drop tokens less likely than this share of the most likely one. 0.0, the default, keeps all.
+        repetition_penalty: above 1, tokens of the prompt and the answer become less likely. Default 1.0: no effect.
+        presence_penalty: subtracted once from the logit of a token that is in the answer. Default 0.0.
+        frequency_penalty: subtracted from a token's logit for each time it is in the answer. Default 0.0.
+        logit_bias: numbers to add to logits, by token id. Default: none.
+        seed: the same seed gives the same answer, with every method under the match rule. Default None: a random one.
+        n: samples of the prompt. Default 1.
+        max_tokens: the answer ends after this number of tokens. Default 256.
+        min_tokens: the answer does not end before it has this number of tokens. Default 0.
+        stop: the answer ends before the first of these strings. Default: none.
+        stop_token_ids: the answer ends at the first of these tokens. Default: none.
+        ignore_eos: True if end-of-text tokens do not end the answer. Default False.
+        logprobs: report each token's log-probability, and those of this many most likely tokens. Default None: no
+            log-probabilities.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -143,22 +164,42 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How a method speculates. Names follow vLLM where the idea is the same."""
+    """Which method decodes, and how it speculates. Names follow vLLM where the idea is the same.
 
-    method: str | None = None  # nothing: the best fit (core.methods.best_fit)
+    Attributes:
+        method: the name of the method. Default None: "specbranch" with a draft, "auto" without one.
+        num_speculative_tokens: the maximum length of a drafted chain (γ). Default 5. The planner ignores it.
+        policy: what decides draft lengths and branches. Default None: the method's own policy.
+        rule: "match", the default, accepts a drafted token if plain decoding with the same seed chooses it; "ratio"
+            is rejection sampling, which keeps the distribution.
+        heads: what a branch starts with under the ratio rule: "top" is the draft's most likely tokens, "sampled" are
+            samples. Default None: the method's own.
+        stop_below: policies by confidence end a chain when its confidence falls below this (ε in the paper).
+            Default 0.4.
+        max_branches: the maximum number of branches at a branch point (k_max in the paper). Default 6.
+        until_target: True if the draft continues until the target is done, instead of a fixed length. Default False.
+        ngram_max: the longest n-gram that lookup searches the text for. Default 4.
+        ngram_min: the shortest one. Default 1.
+        lookahead_window: the columns of lookahead decoding (W in its paper). Default 15, the paper's for 7B models.
+        lookahead_ngram: the length of its n-grams (N). Default 5.
+        lookahead_candidates: the n-grams that it keeps, and verifies, for each first token (G). Default 15.
+        without: parts of the policy to switch off, to see what each brings (`core/policies.py`). Default: none.
+    """
+
+    method: str | None = None
     num_speculative_tokens: int = 5
-    policy: PolicyName | None = None  # nothing: the method's own
+    policy: PolicyName | None = None
     rule: Rule = "match"
-    heads: HeadKind | None = None  # nothing: the method's own
-    stop_below: float = 0.4  # confidence under which a chain ends (ε in the paper)
-    max_branches: int = 6  # k_max in the paper
-    until_target: bool = False  # draft on until the target is done, instead of a fixed length
+    heads: HeadKind | None = None
+    stop_below: float = 0.4
+    max_branches: int = 6
+    until_target: bool = False
     ngram_max: int = 4
     ngram_min: int = 1
-    lookahead_window: int = 15  # W in lookahead decoding's paper, which has these three for a model of 7B
-    lookahead_ngram: int = 5  # N
-    lookahead_candidates: int = 15  # G: n-grams kept, and verified, for each first token
-    without: tuple[Part, ...] = ()  # parts of the policy to leave out, to see what each brings (core.policies)
+    lookahead_window: int = 15
+    lookahead_ngram: int = 5
+    lookahead_candidates: int = 15
+    without: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_parts()
@@ -235,33 +276,54 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How models are loaded, beyond what most users set; the rarer arguments of `LLM` as one value."""
+    """How models are loaded, beyond what most users set; the rarer arguments of `LLM` as one value.
+
+    Attributes:
+        runner: "native", "transformers", or "auto", the default: native if it knows the model's architecture.
+        draft_device: the device of the draft. Default None: the target's.
+        device_map: "auto" spreads the target over all GPUs, by the transformers runner; the draft stays on one
+            device. Default None: one device.
+        weights: how the target's weight matrices are stored. Default None: in the dtype; on a CPU, a quantised GGUF
+            file keeps its own format ("stored"). "int8", "int4" and "stored" are quantised: every method gives the
+            text of plain decoding with the quantised weights.
+        draft_weights: the same for the draft.
+        context_length: the maximum number of tokens of a prompt and its answer together. Default None: the model's.
+        cache_tokens: the KV slots of each model, for all requests together. Default None: what fits in memory.
+        cache_dtype: "bfloat16" or "int8" stores keys and values in less memory, on a CPU; this quantises, too.
+            Default None: the dtype.
+        max_batch: how many prompts of a list are decoded at once. Default None: 64; 1 with the transformers runner,
+            which a batch does not speed up.
+        clock: the name or the file of a cost profile. Decisions are real, but time is what the profile charges.
+            Default None: real time.
+        force_profile: True accepts a cost profile that was measured with another pair. Default False.
+        predictor: an H-RAD predictor, a folder of `specbranch train-predictor`. Default None: the one of the pair.
+        keep_experience: True, the default, loads and saves the costs and statistics learned of a pair, in the cache
+            folder.
+        prefix_cache: True, the default, keeps the KV pages of prompts. A prompt with the same beginning then skips
+            the prefill of that beginning.
+    """
 
     runner: RunnerName = "auto"
-    draft_device: str | None = None  # nothing: the target's
-    # "auto" spreads the target over all GPUs, by the transformers runner; the draft stays on one device
+    draft_device: str | None = None
     device_map: DeviceMap | None = None
-    # How matrices are stored; nothing: in the dtype, or as a quantised GGUF file has them ("stored") on a CPU. With
-    # "int8", "int4" and "stored" the model is another, coarser one, and every method gives its plain decoding's text.
     weights: WeightsName | None = None
     draft_weights: WeightsName | None = None
-    context_length: int | None = None  # tokens of prompt and answer; nothing: the model's own
-    cache_tokens: int | None = None  # KV slots of each model for all requests together; nothing: what memory allows
-    cache_dtype: str | None = None  # "bfloat16" or "int8": keys and values in less memory, on a CPU; another model, too
-    # prompts of a list that are decoded at once; nothing: 64, or one with the transformers runner, which gains nothing
+    context_length: int | None = None
+    cache_tokens: int | None = None
+    cache_dtype: str | None = None
     max_batch: int | None = None
-    clock: str | None = None  # name or file of a cost profile: decisions are real, and time is what the profile charges
-    force_profile: bool = False  # take a profile that was measured with another pair
-    predictor: str | None = None  # a folder of `specbranch train-predictor`; nothing: the one of the pair
-    keep_experience: bool = True  # read and write what is learned of a pair in the cache folder
-    prefix_cache: bool = True  # keep the KV pages of prompts for those that start alike
+    clock: str | None = None
+    force_profile: bool = False
+    predictor: str | None = None
+    keep_experience: bool = True
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         check_loading(self.runner, self.weights, self.context_length, self.cache_tokens)
         if self.draft_weights is not None and self.draft_weights not in WEIGHTS:
             raise unknown("storage of weights", str(self.draft_weights), WEIGHTS)
         if self.max_batch is not None:
-            batch_size(self.max_batch)
+            check_batch_size(self.max_batch)
         for name in ("force_profile", "keep_experience", "prefix_cache"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
 
@@ -272,7 +334,7 @@ class LoadOptions:
 
 
 def check_loading(runner: str, weights: str | None, context_length: int | None, cache_tokens: int | None) -> None:
-    """Refuse how a model cannot be loaded, whatever the model."""
+    """Refuse options with which no model can be loaded."""
     if runner not in RUNNERS:
         raise unknown("runner", str(runner), RUNNERS)
     if weights is not None and weights not in WEIGHTS:
@@ -282,14 +344,14 @@ def check_loading(runner: str, weights: str | None, context_length: int | None, 
         _require(value is None or (isinstance(value, int) and value >= least), name, value, expected)
 
 
-def batch_size(given: int) -> int:
-    """Return how many requests may be decoded at once, or refuse it."""
+def check_batch_size(given: int) -> int:
+    """Return a maximum batch size as it was given; refuse what is none."""
     _require(isinstance(given, int) and given >= 1, "max_batch", given, "a whole number ≥ 1")
     return given
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Read speculative settings from a JSON file, as they are there, with what they were tuned for if it says so."""
+    """Read the settings of a JSON file as they are there, also the key `tuned_for`; refuse a bad setting."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
 """`Decoding`: how one request is decoded.
 
-Owns the resolved settings of a request and the method they name; it holds no model and no session. Invariant: a
-`Decoding` can be run on the models it was made for, so every mistake in the settings was refused before.
+Owns the resolved settings of a request and the method they name. It holds no model and no session. Invariant: the
+models it was made for can run it; every mistake in the settings was refused before.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Speculative = Settings | Literal[False]  # of one request; False: plain decoding
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """One way to decode: the settings, their method, and what requests of this way have shown."""
+    """One way to decode: the settings, their method, and the statistics of earlier requests with these settings."""
 
     config: SpeculativeConfig  # resolved: it names its method
     method: Method
-    experiences: Experiences  # bounded, so the experience is looked up when a request starts
-    wants_forecast: bool = False  # H-RAD's signals go with each verdict
+    experiences: Experiences  # keeps only the latest, so a request takes its experience when it starts
+    wants_forecast: bool = False  # each verdict carries H-RAD's signals
 
     @property
     def name(self) -> str:
@@ -38,12 +38,12 @@ class Decoding:
 
     @property
     def experience(self) -> Experience:
-        """What requests of this way have shown so far."""
+        """The statistics that requests with these settings have shown so far."""
         return self.experiences.of(self.config)
 
     def start(self, session: Session, forced: Sequence[int] = ()) -> MethodRounds:
-        """Begin a session. The answer starts with the `forced` tokens, whatever the target would say; then the method
-        decodes."""
+        """Start the rounds of a session. The answer starts with the `forced` tokens, whatever the target would choose;
+        then the method decodes."""
 
         def decode() -> MethodRounds:
             return self.method.start(session, self.config, self.experience)
@@ -52,8 +52,11 @@ class Decoding:
 
 
 def resolve(speculative: Speculative, method: str | None, has_draft: bool) -> SpeculativeConfig:
-    """Return complete settings that name their method. `method` beats the one in `speculative`; if neither names one,
-    the best fit is taken. Raises a BadParameter for what these models cannot do."""
+    """Return complete settings that name their method.
+
+    `method` wins over the one in `speculative`. If neither names one, it is "specbranch" with a draft, else "auto".
+    Raises a BadParameter for what these models cannot do.
+    """
     if speculative is False:
         speculative, method = None, method or PLAIN
     _, config = best_fit(_settings(speculative, method), has_draft)
@@ -65,8 +68,8 @@ def resolve(speculative: Speculative, method: str | None, has_draft: bool) -> Sp
     return config
 
 
-def _settings(asked: Settings, method: str | None) -> SpeculativeConfig:
-    if asked is not None and not isinstance(asked, (SpeculativeConfig, Mapping)):
-        raise BadParameter(f"speculative is {asked!r:.60}; expected a SpeculativeConfig or a mapping.")
-    config = asked if isinstance(asked, SpeculativeConfig) else SpeculativeConfig.from_dict(asked or {})
+def _settings(given: Settings, method: str | None) -> SpeculativeConfig:
+    if given is not None and not isinstance(given, (SpeculativeConfig, Mapping)):
+        raise BadParameter(f"speculative is {given!r:.60}; expected a SpeculativeConfig or a mapping.")
+    config = given if isinstance(given, SpeculativeConfig) else SpeculativeConfig.from_dict(given or {})
     return replace(config, method=method) if method is not None else config

@@ -1,7 +1,7 @@
 """`LLM`: load a pair once, then generate, stream and chat.
 
-Owns loading, and what users call; the way of a request is in `engine_core.py`. Invariant: `using` and
-`modelled` load and copy no model: they return an `LLMView` on the same ones.
+Owns loading and what users call. It does not own the way of a request: see `engine_core.py`. Invariant: `using` and
+`modelled` load and copy no model; they return an `LLMView` on the same models.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
-from specbranch.assembly import ModelChoice, Parts, assemble, chosen_draft, chosen_target, circumstances, cost_profile
+from specbranch.assembly import ModelChoice, Parts, assemble, chosen_draft, chosen_target, cost_profile, experience_key
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile
-from specbranch.config import AT_ONCE, ExecutorName, LoadOptions, SamplingParams, SpeculativeConfig
+from specbranch.config import OVERLAPPING, ExecutorName, LoadOptions, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import DraftState, Loop, RoundLimits
 from specbranch.core.methods import find_method
@@ -28,7 +28,7 @@ from specbranch.engine_core import EngineCore, LoadedModels, PromptLike, raise_f
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
 from specbranch.experiences import ExperienceFile, Experiences, experience_folder
-from specbranch.hrad.foretelling import Foretelling
+from specbranch.hrad.engine_predictor import EnginePredictor
 from specbranch.older_names import with_older
 from specbranch.pairs import chosen_models
 
@@ -39,50 +39,65 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "Chunk", "LLMView", "Output"]
 
 Params = SamplingParams | Mapping[str, Any] | None
-MAX_BATCH = 64  # requests decoded at once, unless it is given
+MAX_BATCH = 64  # the default of `max_batch`
 
 
 class LLMView:
-    """Loaded models and one way to decode on them: generate, stream, chat and score. An `LLM` loads its own models;
-    `using` and `modelled` return further views on them."""
+    """Loaded models and one way to decode on them: generate, stream, chat and score.
+
+    An `LLM` is the view that loads the models. `using` and `modelled` return further views on the same models. All
+    views of one `LLM` share its models, its KV cache and its queue of requests (`modelled` has a queue of its own).
+    """
 
     def __init__(self, core: EngineCore, decoding: Decoding, max_batch: int) -> None:
+        """Make a view on the models of `core` that decodes as `decoding` says.
+
+        `max_batch`: how many prompts of a list are decoded at once.
+        """
         self.core, self.decoding = core, decoding
-        self.max_batch = max_batch  # prompts of a list that are decoded at once
+        self.max_batch = max_batch
 
     @property
     def config(self) -> SpeculativeConfig:
-        """The settings of the method."""
+        """The settings of the method, complete: `config.method` is never None."""
         return self.decoding.config
 
     @property
     def method(self) -> str:
-        """The name of the method."""
+        """The name of the decoding method, such as "specbranch"."""
         return self.decoding.name
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's."""
+        """The tokenizer of the target; the draft shares it."""
         return self.core.tokenizer
 
     @property
     def context_length(self) -> int:
-        """How many tokens prompt and answer may have together."""
+        """The maximum number of tokens of a prompt and its answer together."""
         return self.core.context_length
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the target scores."""
+        """The number of token ids that the target scores."""
         return self.core.vocabulary
 
     def using(self, method: str | None = None, *, speculative: Speculative = None) -> LLMView:
-        """Return a view that decodes with another method on the same models; closing one of the two closes both."""
+        """Return a view that decodes with another method on the same models. Closing one of the two closes both.
+
+        `method` is the method's name, and `speculative` its settings: a `SpeculativeConfig`, or a mapping with its
+        names. `method` wins over the method that `speculative` names. If neither names one, the view takes "specbranch"
+        if there is a draft, else "auto". `speculative=False` is plain decoding.
+        """
         config = resolve(speculative, method, self.core.models.has_draft)
         return LLMView(self.core, self.core.decoding(config), self.max_batch)
 
     def modelled(self, clock: str) -> LLMView:
-        """Return a view on the same models whose time is that of a cost profile: its decisions are real, and made for
-        that profile; nothing it learns is kept. The draft has to live in this process."""
+        """Return a view on the same models with a simulated clock, which charges the times of a cost profile.
+
+        `clock` is the name or the file of the profile. Tokens and decisions are real, and the planner decides for the
+        profile's costs. The view saves nothing that it learns. The draft has to live in this process.
+        """
         core = self.core.modelled(load_profile(clock))
         return LLMView(core, core.decoding(self.config), self.max_batch)
 
@@ -93,13 +108,16 @@ class LLMView:
     def generate(self, prompts: Sequence[PromptLike], params: Params = None) -> list[Output]: ...
 
     def generate(self, prompts: str | Sequence[PromptLike], params: Params = None) -> Output | list[Output]:
-        """Answer one prompt, or many (texts or lists of token ids), `max_batch` at a time: as one ends the next starts.
+        """Answer one prompt, or a list of prompts; return one `Output`, or a list of them in the prompts' order.
 
-        A seed is used for each prompt alike: a prompt's answer does not depend on the others. Of many prompts, one that
-        fails does not take the others with it: its output has the finish reason "error", and the error.
+        A prompt is a text or a list of token ids. `params` are `SamplingParams`, or a mapping with their names; the
+        default is greedy decoding of up to 256 tokens. At most `max_batch` prompts of a list are decoded at once: as
+        one ends, the next starts. All prompts have the same seed, so an answer does not depend on the other prompts.
+        An error of a single prompt is raised. In a list, a prompt that fails leaves the others alone: its output has
+        the finish reason "error", and the error.
         """
         if isinstance(prompts, str):
-            return self._one(self.core.ids(prompts), params)
+            return self._generate_one(self.core.encode(prompts), params)
         if not isinstance(prompts, Sequence) or any(isinstance(prompt, int) for prompt in prompts):
             raise BadParameter(
                 f"prompts is {prompts!r:.60}; expected a text, or a list of texts and lists of token ids."
@@ -107,44 +125,48 @@ class LLMView:
         return list(self.outputs(prompts, params))
 
     def outputs(self, prompts: Sequence[PromptLike], params: Params = None) -> Iterator[Output]:
-        """Answer many prompts as `generate` does; yield each output as soon as it and all before it are there. Closing
-        the iterator cancels the rest."""
-        asked = checked(params)  # what is wrong is raised before the first output is asked for
-        each = (self.core.samples(self.core.ids(prompt), asked, self.decoding) for prompt in prompts)
-        return self._gathered([answer for answers in each for answer in answers], asked.n)
+        """Answer many prompts as `generate` does; yield each output as soon as it and all before it are finished.
+        Closing the iterator cancels the rest."""
+        sampling = as_sampling_params(params)  # mistakes are raised here, before the caller takes the first output
+        each = (self.core.make_samples(self.core.encode(prompt), sampling, self.decoding) for prompt in prompts)
+        return self._run_all([answer for answers in each for answer in answers], sampling.n)
 
     def chat(self, messages: Sequence[Message], params: Params = None) -> Output:
-        """Answer a conversation: `[{"role": "user", "content": "…"}, …]`."""
-        return self._one(self.tokenizer.chat(messages), params)
+        """Answer a conversation, `[{"role": "user", "content": "…"}, …]`, written by the model's chat template."""
+        return self._generate_one(self.tokenizer.chat(messages), params)
 
     def stream(
         self, prompt: PromptLike, params: Params = None, on_round: RoundWatcher | None = None
     ) -> Iterator[Chunk]:
-        """Answer one prompt a round at a time; closing the iterator early frees everything. One sample only.
+        """Answer one prompt; yield its text as chunks, at most one a round. The last chunk carries the `Output`.
 
-        `on_round` is called with what both models did in each round; then every round has its chunk, also one without
-        text.
+        Closing the iterator early cancels the request and frees its KV cache. A stream has one sample, so `n` has to
+        be 1. `on_round` is called after each round with what both models did; then every round has a chunk, even one
+        without text.
         """
-        return self._stream(self.core.ids(prompt), params, on_round)
+        return self._stream(self.core.encode(prompt), params, on_round)
 
     def stream_chat(self, messages: Sequence[Message], params: Params = None) -> Iterator[Chunk]:
-        """Answer a conversation a round at a time."""
+        """Answer a conversation as `chat` does; yield its text as `stream` does."""
         return self._stream(self.tokenizer.chat(messages), params)
 
     def score(self, prompt: PromptLike, top: int = 0) -> tuple[TokenLogprobs, ...]:
-        """Return how likely the target finds each token of a text but the first, with the `top` likeliest tokens at
-        each position."""
-        ids = self.core.ids(prompt)
-        return self.made(self.core.scoring(ids, top)).logprobs or () if len(ids) > 1 else ()
+        """Return the target's log-probability of each token of a text but the first.
 
-    def made(self, answer: Answer) -> Output:
-        """Make one answer; raise the error that ended it, if one did."""
-        (output,) = self._gathered([answer], 1)
+        Each entry also has the `top` most likely tokens at its position, none by default. A text of one token has no
+        entries.
+        """
+        ids = self.core.encode(prompt)
+        return self.run(self.core.make_scoring(ids, top)).logprobs or () if len(ids) > 1 else ()
+
+    def run(self, answer: Answer) -> Output:
+        """Run one unfinished answer to its end and return its output. Raise the error that ended it, if one did."""
+        (output,) = self._run_all([answer], 1)
         raise_failure(output)
         return output
 
     def close(self) -> None:
-        """Stop a draft process, if there is one; nothing can be generated afterwards."""
+        """Stop the draft process, if there is one, and save what was learned. Nothing can be generated afterwards."""
         self.core.close()
 
     def __enter__(self) -> Self:
@@ -155,22 +177,23 @@ class LLMView:
     ) -> None:
         self.close()
 
-    def _one(self, prompt: list[int], params: Params) -> Output:
+    def _generate_one(self, prompt: list[int], params: Params) -> Output:
         (output,) = self.outputs([prompt], params)
         raise_failure(output)
         return output
 
     def _stream(self, prompt: list[int], params: Params, on_round: RoundWatcher | None = None) -> Iterator[Chunk]:
-        # The answer is made now, so that a bad prompt is refused before the first chunk is asked for.
-        first, *others = self.core.samples(prompt, checked(params), self.decoding)
+        # This is no generator: mistakes are raised here, before the caller takes the first chunk.
+        first, *others = self.core.make_samples(prompt, as_sampling_params(params), self.decoding)
         if others:
             raise BadParameter(f"n is {len(others) + 1}, but a stream carries one sample. Use generate, or n = 1.")
         first.session.on_round = on_round
-        return self.core.streamed(first)
+        return self.core.run_stream(first)
 
-    def _gathered(self, answers: list[Answer], n: int) -> Iterator[Output]:
+    def _run_all(self, answers: list[Answer], n: int) -> Iterator[Output]:
+        """Run answers to their ends. Yield one output for each `n` answers: the samples of one prompt."""
         samples: list[Output] = []
-        for answer in self.core.finished(answers, self.max_batch):
+        for answer in self.core.run_all(answers, self.max_batch):
             samples.append(answer.output())
             if len(samples) == n:
                 yield gather(samples)
@@ -178,7 +201,11 @@ class LLMView:
 
 
 class LLM(LLMView):
-    """A target, perhaps a draft, and a method to decode with."""
+    """A loaded target, a draft if the method uses one, and the method that decodes on them.
+
+    `with LLM(…) as llm:` closes it at the end of the block. One thread uses an `LLM` at a time; for several threads or
+    tasks there is `AsyncLLM`.
+    """
 
     def __init__(
         self,
@@ -194,29 +221,37 @@ class LLM(LLMView):
         options: LoadOptions | Mapping[str, Any] | None = None,
         **older: Any,
     ) -> None:
-        """Load the models: a `pair` by its name, or `target` and `draft` as known names, folders, GGUF files or Hub
-        ids; the default pair if nothing is named.
+        """Load the models.
 
-        Without `method` the best fit is taken; `speculative` has its settings. `device` is "cpu", "cuda" or "cuda:N",
-        a GPU if there is one and none is named. `dtype` is the precision of computing. All else is in `options`, a
-        `LoadOptions` or a mapping with its names. `older`: names of options were arguments once; they still work, with
-        a DeprecationWarning.
+        Args:
+            target: a known name, a folder, a GGUF file or a Hub id. Default: the target of the default pair.
+            draft: the same for the draft. Default: no draft if a target is named.
+            method: the decoding method. Default: "specbranch" with a draft, "auto" without one.
+            pair: the name of a target with its draft, instead of both. Default: "smollm2-default".
+            speculative: settings of the method, a `SpeculativeConfig` or a mapping with its names. False is plain
+                decoding.
+            executor: "serial" runs draft and target in turn; "process" runs the draft in a process of its own;
+                "streams" runs both at once on GPUs.
+            device: "cpu", "cuda" or "cuda:N". Default: a GPU if there is one.
+            dtype: the precision of computing. Default: float32 on a CPU, bfloat16 on a GPU.
+            options: all other options, a `LoadOptions` or a mapping with its names.
+            older: names of `options` that were arguments once. They still work, with a DeprecationWarning.
         """
-        chosen = with_older(LoadOptions, options, older, "LLM")
-        self.target, named = chosen_models(pair, target, draft)
-        profile = cost_profile(chosen.clock, self.target, named, chosen.force_profile)
-        config = resolve(speculative, method, named is not None)
-        uses_draft = find_method(config.method or "", named is not None).uses_draft
-        model = chosen_target(self.target, device, dtype, chosen)
-        drafting = chosen_draft(named, model, chosen) if uses_draft else None
-        parts = assemble(model, drafting, executor, profile)
-        self.cache_dtype = chosen.cache_dtype
-        keeps = chosen.keep_experience and profile is None
-        file = _experience_file(model, drafting, executor, parts) if keeps else None
-        costs = profile or _learned_costs(parts.verifier.runner, executor in AT_ONCE)
-        foretelling = Foretelling(chosen.predictor, self.target, named, parts.verifier)
-        core = _core(LoadedModels(parts, drafting is not None, foretelling), costs, file)
-        super().__init__(core, core.decoding(config), _most_at_once(chosen.max_batch, parts.verifier.runner))
+        load_options = with_older(LoadOptions, options, older, "LLM")
+        self.target, draft_name = chosen_models(pair, target, draft)
+        profile = cost_profile(load_options.clock, self.target, draft_name, load_options.force_profile)
+        config = resolve(speculative, method, draft_name is not None)
+        uses_draft = find_method(config.method or "", draft_name is not None).uses_draft
+        target_choice = chosen_target(self.target, device, dtype, load_options)
+        draft_choice = chosen_draft(draft_name, target_choice, load_options) if uses_draft else None
+        parts = assemble(target_choice, draft_choice, executor, profile)
+        self.cache_dtype = load_options.cache_dtype
+        saves = load_options.keep_experience and profile is None
+        file = _experience_file(target_choice, draft_choice, executor, parts) if saves else None
+        costs = profile or _learned_costs(parts.verifier.runner, executor in OVERLAPPING)
+        predictor = EnginePredictor(load_options.predictor, self.target, draft_name, parts.verifier)
+        core = _core(LoadedModels(parts, draft_choice is not None, predictor), costs, file)
+        super().__init__(core, core.decoding(config), _batch_limit(load_options.max_batch, parts.verifier.runner))
 
     @property
     def scheduler(self) -> Scheduler:
@@ -225,7 +260,7 @@ class LLM(LLMView):
 
     @property
     def target_runner(self) -> Runner:
-        """The target model itself, to measure it or to load something beside it."""
+        """The target model itself: to measure it, or to load something that shares its weights."""
         return self.core.verifier.runner
 
     @property
@@ -240,7 +275,7 @@ class LLM(LLMView):
 
     @property
     def runner(self) -> str:
-        """Which runner the target has: native or transformers."""
+        """The runner of the target: "native" or "transformers"."""
         return self._parts.runner
 
     @property
@@ -250,7 +285,7 @@ class LLM(LLMView):
 
     @property
     def weights(self) -> str:
-        """How the target's matrices are stored."""
+        """The format in which the target's weight matrices are stored."""
         return self._parts.weights
 
     @property
@@ -263,8 +298,8 @@ class LLM(LLMView):
         return self.core.models.parts
 
 
-def checked(params: Params) -> SamplingParams:
-    """Return sampling parameters, made of a mapping if that is given."""
+def as_sampling_params(params: Params) -> SamplingParams:
+    """Return `SamplingParams`: those given, those of a mapping, or the defaults."""
     if isinstance(params, Mapping):
         return SamplingParams.from_dict(params)
     if params is not None and not isinstance(params, SamplingParams):
@@ -273,12 +308,12 @@ def checked(params: Params) -> SamplingParams:
 
 
 def _core(models: LoadedModels, costs: CostProfile | LearnedCosts, file: ExperienceFile | None) -> EngineCore:
-    """Put a queue before loaded models."""
+    """Put a queue in front of loaded models."""
     experiences = Experiences(costs, models.has_draft, file)
-    chunk = models.parts.verifier.runner.prefill_chunk
+    chunk = models.parts.verifier.runner.prefill_chunk  # a round with decode rows prefills one chunk besides
     limits = RoundLimits(prefill_chunk=chunk, prompt_tokens=chunk)
     loop = Loop(models.parts.executor, costs=experiences.learned, limits=limits)
-    weakref.finalize(loop, experiences.write, last=True)  # of the loop, which all views share
+    weakref.finalize(loop, experiences.write, last=True)  # on the loop, which all views share
     return EngineCore(models, Scheduler(loop), experiences)
 
 
@@ -286,17 +321,17 @@ def _experience_file(
     target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, parts: Parts
 ) -> ExperienceFile | None:
     folder = experience_folder()
-    return ExperienceFile(folder, circumstances(target, draft, executor, parts)) if folder else None
+    return ExperienceFile(folder, experience_key(target, draft, executor, parts)) if folder else None
 
 
 def _learned_costs(model: Runner, overlap: bool) -> LearnedCosts:
-    """Return what is known of the costs before anything is timed."""
+    """Return the cost model before anything is timed."""
     padded = model.padded if isinstance(model, PadsForwards) else None
     return LearnedCosts(overlap, padded, launches_ahead=isinstance(model, ReceivesTrees))
 
 
-def _most_at_once(max_batch: int | None, model: Runner) -> int:
-    """Return how many prompts of a list are decoded at once; a runner that does not count its memory gets one."""
+def _batch_limit(max_batch: int | None, model: Runner) -> int:
+    """Return how many prompts of a list are decoded at once. The default of a runner without a KV page pool is 1."""
     if max_batch is not None:
         return max_batch
     return MAX_BATCH if model.kv_slots is not None else 1

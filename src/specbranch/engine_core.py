@@ -1,7 +1,7 @@
-"""`EngineCore`: loaded models with a queue of requests; it turns prompts into answers, a round at a time.
+"""`EngineCore`: loaded models with a queue of requests. It turns prompts into answers, a round at a time.
 
 Owns the numbering of sessions and the way from a prompt to a ticket in the scheduler. It does not load models: `LLM`
-does. Invariant: whatever way an answer is left (finished, closed early, Ctrl-C), its session holds no KV cache then.
+does. Invariant: however an answer ends (finished, closed early, Ctrl-C), the pages of its KV cache are freed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.verifier import Verifier
 from specbranch.experiences import Experiences
-from specbranch.hrad.foretelling import Foretelling
+from specbranch.hrad.engine_predictor import EnginePredictor
 
 if TYPE_CHECKING:
     from specbranch.text.tokenizer import Tokenizer
 
 PromptLike = str | Sequence[int]  # text, or token ids
-REHEARSAL_SECONDS = 0.9  # at load, to time a pair of which nothing is known here
+REHEARSAL_SECONDS = 0.9  # warm-up at load: time steps of a pair whose costs are not known on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,19 @@ class LoadedModels:
 
     parts: Parts
     has_draft: bool
-    foretelling: Foretelling
-    numbers: Iterator[int] = field(default_factory=count)  # of sessions: no two on the same models have the same
+    predictor: EnginePredictor
+    numbers: Iterator[int] = field(default_factory=count)  # of sessions: unique on these models
 
     @property
     def drafter(self) -> Drafter | None:
         """The draft's worker, if it works in this process."""
-        worker = getattr(self.parts.executor, "draft", None)
+        worker = getattr(self.parts.executor, "draft", None)  # executors with a draft in this process have it
         return worker if isinstance(worker, Drafter) else None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCore:
-    """Loaded models, the scheduler that runs requests on them, and what was learned of them."""
+    """Loaded models, the scheduler that runs requests on them, and the statistics learned of them."""
 
     models: LoadedModels
     scheduler: Scheduler
@@ -67,7 +67,7 @@ class EngineCore:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's."""
+        """The tokenizer of the target."""
         return self.models.parts.tokenizer
 
     @property
@@ -77,24 +77,24 @@ class EngineCore:
 
     @property
     def context_length(self) -> int:
-        """How many tokens prompt and answer may have together."""
+        """The maximum number of tokens of a prompt and its answer together."""
         return self.verifier.runner.context_length
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the target scores."""
+        """The number of token ids that the target scores."""
         return self.verifier.runner.vocabulary
 
     def decoding(self, config: SpeculativeConfig) -> Decoding:
-        """Make the decoding of resolved settings. If its planner needs costs that nobody has timed, the pair is timed
+        """Make the `Decoding` of resolved settings. If its planner needs costs that nobody has timed, time the pair
         first."""
         method = find_method(config.method or PLAIN, self.models.has_draft)
-        made = Decoding(config, method, self.experiences, self.models.foretelling.serves(method, config))
+        made = Decoding(config, method, self.experiences, self.models.predictor.serves(method, config))
         self._rehearse(made)
         return made
 
     def modelled(self, profile: CostProfile) -> EngineCore:
-        """Make another core on the same models whose time is that of a cost profile. What it learns is not kept."""
+        """Make another core on the same models with a simulated clock. What it learns is not saved."""
         models, drafter = self.models, self.models.drafter
         if models.has_draft and drafter is None:
             raise BadParameter(
@@ -105,8 +105,8 @@ class EngineCore:
         scheduler = Scheduler(Loop(clock, limits=self.loop.limits), first=self.scheduler.first or self.scheduler)
         return EngineCore(models, scheduler, Experiences(profile, models.has_draft))
 
-    def ids(self, prompt: PromptLike) -> list[int]:
-        """Return a prompt as token ids."""
+    def encode(self, prompt: PromptLike) -> list[int]:
+        """Return a prompt as token ids. Token ids that the target does not have are refused."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         whole = isinstance(prompt, Sequence) and all(
@@ -128,12 +128,12 @@ class EngineCore:
                 "needed for the answer. Shorten the prompt or raise context_length (--context-length)."
             )
 
-    def samples(self, prompt: list[int], params: SamplingParams, decoding: Decoding) -> list[Answer]:
-        """Return the n answers to be made to one prompt: the same seed, numbered samples."""
+    def make_samples(self, prompt: list[int], params: SamplingParams, decoding: Decoding) -> list[Answer]:
+        """Make the n unfinished answers of one prompt: they share the seed, and each has its sample number."""
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return [self.answer(prompt, params, decoding, seed, sample) for sample in range(params.n)]
+        return [self.make_answer(prompt, params, decoding, seed, sample) for sample in range(params.n)]
 
-    def answer(
+    def make_answer(
         self,
         prompt: list[int],
         params: SamplingParams,
@@ -141,49 +141,54 @@ class EngineCore:
         seed: int,
         sample: int = 0,
         forced: tuple[int, ...] = (),
-        most: int | None = None,
+        max_new_tokens: int | None = None,
     ) -> Answer:
-        """Return one answer to be made. It starts with the `forced` tokens, and has `most` tokens at most."""
+        """Make one unfinished answer. It starts with the `forced` tokens, and has at most `max_new_tokens` tokens."""
         self.check_length(prompt)
         rule, ends = decoding.config.rule, self.tokenizer.eos_ids
         request = Request(params, seed, len(prompt), sample, rule, ends, decoding.wants_forecast)
-        limit = self.context_length if most is None else min(self.context_length, len(prompt) + most)
+        limit = self.context_length
+        if max_new_tokens is not None:
+            limit = min(limit, len(prompt) + max_new_tokens)
         return Answer(next(self.models.numbers), prompt, request, limit, self.tokenizer, decoding, forced)
 
-    def scoring(self, ids: list[int], top: int) -> Answer:
-        """Return an answer whose tokens are all forced: a text without its first token, wanted for its
-        log-probabilities."""
+    def make_scoring(self, ids: list[int], top: int) -> Answer:
+        """Make an unfinished answer that scores a text: its prompt is the first token, and all others are forced."""
         self.check_length(ids)
-        first, said = ids[:1], tuple(ids[1:])
-        request = Request(SamplingParams(max_tokens=len(said), ignore_eos=True, logprobs=top), 0, 1)
+        first, forced = ids[:1], tuple(ids[1:])
+        params = SamplingParams(max_tokens=len(forced), ignore_eos=True, logprobs=top)
+        request = Request(params, seed=0, prompt_length=1)
         plain = Decoding(SpeculativeConfig(method=PLAIN), METHODS[PLAIN], self.experiences)
-        return Answer(next(self.models.numbers), first, request, self.context_length, self.tokenizer, plain, said)
+        return Answer(next(self.models.numbers), first, request, self.context_length, self.tokenizer, plain, forced)
 
-    def enqueue(self, answer: Answer, priority: int = 0, within: float | None = None, counted: bool = True) -> Ticket:
-        """Put an answer in the queue of the scheduler, whose steps make it; see `Scheduler.submit`."""
+    def enqueue(self, answer: Answer, priority: int = 0, timeout: float | None = None, counted: bool = True) -> Ticket:
+        """Put an answer in the scheduler's queue. `counted`: it counts towards `max_batch`; see `Scheduler.submit`."""
         if self.loop.closed:
             raise BadParameter("This LLM was closed; make a new one.")
-        return self.scheduler.submit(answer.session, answer.start, priority, within, counted)
+        return self.scheduler.submit(answer.session, answer.start, priority, timeout, counted)
 
-    def streamed(self, answer: Answer) -> Iterator[Chunk]:
-        """Make one answer, and yield its text a round at a time; closing the iterator early frees everything."""
+    def run_stream(self, answer: Answer) -> Iterator[Chunk]:
+        """Run one answer; yield its text a round at a time. Closing the iterator early frees its KV cache."""
         session, ticket = answer.session, self.enqueue(answer, counted=False)
         try:
             over = False
             while not over:
-                # another stream's round may have finished it, or others hold all memory for a while
-                waits = not session.finished and not self.scheduler.step()
+                # Another stream's round may have finished this session. If no round can run, because other streams
+                # hold all KV pages, yield an empty chunk: the caller may then advance those streams.
+                blocked = not session.finished and not self.scheduler.step()
                 chunk = answer.chunk()
                 raise_failure(chunk.output)
                 over = chunk.output is not None
-                if chunk.pieces or over or session.on_round or waits:
+                if chunk.pieces or over or session.on_round or blocked:
                     yield chunk
         finally:
             self.scheduler.cancel(ticket)
             self.experiences.write()
 
-    def finished(self, answers: Sequence[Answer], max_batch: int) -> Iterator[Answer]:
-        """Make answers, `max_batch` at a time; yield each as soon as it and all before it are finished."""
+    def run_all(self, answers: Sequence[Answer], max_batch: int) -> Iterator[Answer]:
+        """Run answers, `max_batch` at a time; yield each as soon as it and all before it are finished."""
+        # The scheduler is shared by all views: each call sets its own batch size. While it runs, no other caller makes
+        # rounds, so the scheduler must not wait for the memory of others.
         self.scheduler.most, self.scheduler.blocking = max_batch, True
         tickets: list[Ticket] = []
         try:
@@ -199,12 +204,12 @@ class EngineCore:
             self.experiences.write()
 
     def close(self) -> None:
-        """Stop a draft process, if there is one, and write down what was learned."""
+        """Stop the draft process, if there is one, and save what was learned."""
         self.loop.close()
         self.experiences.write(last=True)
 
     def _rehearse(self, decoding: Decoding) -> None:
-        """Time the pair if the method plans by costs and too little is known of them."""
+        """Time the pair if the method plans by costs and too few of them are known."""
         costs, has_draft = self.experiences.learned, self.models.has_draft
         if not decoding.method.plans(decoding.config) or costs is None or self.loop.closed:
             return

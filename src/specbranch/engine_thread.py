@@ -1,8 +1,8 @@
 """`EngineThread`: the one thread that touches a loaded LLM, and the way of a request there.
 
-Owns the thread, its inbox and the submissions that are not over. Callers check requests in their own threads
-(`async_engine.py`); text goes back by a `Submission`. Invariants: whatever happens here, every caller hears of the end
-of its request, and no task ends the thread; a slow consumer holds up nobody but itself.
+Owns the thread, its inbox and the open submissions. Callers check requests in their own threads (`async_engine.py`);
+text goes back through a `Submission`. Invariant: whatever fails here, every caller learns of the end of its request,
+and no task ends the thread. A slow consumer delays nobody but itself.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from specbranch.submission import Submission, Wish
 
 log = logging.getLogger("specbranch")
 
-CHUNKS_ALONE = 8  # of a prompt in one round while nobody decodes: another request, or a cancel, waits no longer
+CHUNKS_ALONE = 8  # prefill chunks of a round in which nobody decodes; a new request, or a cancel, waits no longer
 
 
 @dataclass(slots=True)
 class _Inbox:
-    """What the thread is to do between two rounds; others put it here."""
+    """Tasks for the engine's thread between two rounds; other threads add them."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     tasks: list[Callable[[], None]] = field(default_factory=list)
@@ -37,36 +37,36 @@ class _Inbox:
 
 
 class EngineThread:
-    """Serves requests on an LLM until it is shut down. Any thread may call its public methods, but for `drop` and
+    """Serves requests on an LLM until it is shut down. Any thread may call its public methods, except `drop` and
     `go_on`."""
 
     def __init__(self, llm: LLM, buffer: int) -> None:
-        """Start. `buffer`: tokens that a stream may be ahead of its consumer."""
+        """Start the thread. `buffer`: how many tokens a stream may run ahead of its consumer."""
         self._llm, self._buffer = llm, buffer
         self._scheduler = llm.scheduler
         self._scheduler.served = True
         loop = self._scheduler.loop
         loop.limits = replace(loop.limits, prompt_tokens_alone=CHUNKS_ALONE * loop.limits.prefill_chunk)
-        self._open: list[Submission] = []  # the thread's own
+        self._open: list[Submission] = []  # not over yet; only the thread uses it
         self._inbox = _Inbox()
-        self.snapshot = Snapshot()  # what there is to do and was done, as of the last round
+        self.snapshot = Snapshot()  # counts of requests and tokens as of the last round
         self._thread = threading.Thread(target=self._serve, name="specbranch", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are served; once this is over it is over for good."""
+        """True as long as requests are served. Once it is False, it stays so."""
         return not self._inbox.ended
 
     def send(self, *wishes: Wish) -> list[Submission]:
-        """Take requests, all of them or none."""
+        """Queue requests for the thread, all of them or none."""
         submissions = [Submission(self, wish) for wish in wishes]
         self.post(*(partial(self._admit, submission) for submission in submissions), refuse=True)
         return submissions
 
     def post(self, *tasks: Callable[[], None], refuse: bool = False) -> None:
-        """Have the thread do something between two rounds. Once the engine is closed there is nothing left to do, and
-        what must not be lost is refused."""
+        """Have the thread run tasks between two rounds. Once the engine is closed, tasks are dropped. With `refuse`
+        they raise a BadParameter instead, already while it closes."""
         with self._inbox.changed:
             if refuse and (self._inbox.closing or self._inbox.ended):
                 raise BadParameter("This AsyncLLM was closed; make a new one.")
@@ -75,38 +75,38 @@ class EngineThread:
                 self._inbox.changed.notify_all()
 
     def shut_down(self, drain: bool = True) -> None:
-        """Take no more requests, finish those there are, or with `drain` false cancel them, and close the LLM; returns
-        when that is done."""
+        """Refuse new requests, finish the running ones, and close the LLM; return when that is done. With `drain`
+        false, cancel the running ones instead."""
         with self._inbox.changed:
             self._inbox.closing, self._inbox.drain = True, self._inbox.drain and drain
             self._inbox.changed.notify_all()
         self._thread.join()
 
-    # What follows is done by the thread alone.
+    # Only the thread itself calls the methods below.
 
     def drop(self, submission: Submission) -> None:
         """Cancel a request."""
-        self._let_go(submission, RequestCancelled("The request was cancelled."))
+        self._end_request(submission, RequestCancelled("The request was cancelled."))
 
     def go_on(self, submission: Submission) -> None:
-        """Go on with a request whose consumer has caught up."""
-        if submission.resting:
-            self._rest(submission, False)
+        """Resume a paused request, because its consumer has caught up."""
+        if submission.paused:
+            self._set_paused(submission, False)
 
     def _serve(self) -> None:
         reason: SpecBranchError = RequestCancelled("The engine was closed before the request was finished.")
         try:
             while self._turn():
                 pass
-        except BaseException as error:  # whatever it is, callers are not to wait for ever
+        except BaseException as error:  # of any kind: callers must not wait for ever
             reason = _failure(error)
         finally:
             self._end(reason)
 
     def _turn(self) -> bool:
-        """Do what came in, then one round; returns whether to go on."""
+        """Run the tasks of the inbox, then one round. Return False if the thread is to end."""
         for task in self._wait():
-            _done_alone(task)
+            _run_guarded(task)
         if self._inbox.closing:
             for submission in list(self._open):
                 if not self._inbox.drain:
@@ -118,13 +118,13 @@ class EngineThread:
             self._scheduler.step()
         except Exception as error:
             self._fail(error)
-        self._note()  # whoever hears of an end finds it counted
+        self._take_snapshot()  # before the delivery: a caller whose request has ended finds it counted
         for submission in list(self._open):
             self._deliver_or_fail(submission)
         return True
 
     def _wait(self) -> list[Callable[[], None]]:
-        """Wait until there is something to do; returns what came in."""
+        """Wait until there is work; return the tasks of the inbox."""
         inbox = self._inbox
         with inbox.changed:
             while not (inbox.tasks or inbox.closing or self._scheduler.busy):
@@ -142,86 +142,87 @@ class EngineThread:
             submission.answers[0].session.on_round = wish.options.on_round
             self._open.append(submission)
             for answer in submission.answers:
-                ticket = self._llm.core.enqueue(answer, wish.options.priority, wish.options.within)
+                ticket = self._llm.core.enqueue(answer, wish.options.priority, wish.options.timeout)
                 submission.tickets.append(ticket)
-        except Exception as error:  # it is this request's own
-            self._let_go(submission, error if isinstance(error, SpecBranchError) else _failure(error))
+        except Exception as error:  # it concerns this request alone
+            self._end_request(submission, error if isinstance(error, SpecBranchError) else _failure(error))
 
     def _answers(self, wish: Wish) -> list[Answer]:
-        """Return the answers to be made to a request."""
+        """Make the unfinished answers of a request."""
         core = self._llm.core
         if wish.scored:
-            return [core.scoring(wish.prompt, wish.params.logprobs or 0)]
+            return [core.make_scoring(wish.prompt, wish.params.logprobs or 0)]
         decoding = self._llm.decoding if wish.config == self._llm.config else core.decoding(wish.config)
-        samples = core.samples(wish.prompt, wish.params, decoding)
+        samples = core.make_samples(wish.prompt, wish.params, decoding)
         return samples if wish.sample is None else [samples[wish.sample]]
 
     def _deliver(self, submission: Submission) -> None:
-        """Tell a caller what is new."""
+        """Hand new text to a caller. Pause a stream whose consumer is too far behind."""
         answers = submission.answers
         over = all(answer.session.finished for answer in answers)
         if submission.wish.streams:
             chunk = answers[0].chunk()
-            if (chunk.pieces or over) and submission.tell(chunk.pieces, chunk.output) > self._buffer and not over:
-                self._rest(submission, True)
+            if (chunk.pieces or over) and submission.deliver(chunk.pieces, chunk.output) > self._buffer and not over:
+                self._set_paused(submission, True)
         elif over:
-            submission.tell((), gather([answer.output() for answer in answers]))
+            submission.deliver((), gather([answer.output() for answer in answers]))
         if over:
             self._open.remove(submission)
-            _done_alone(self._llm.core.experiences.write)
+            _run_guarded(self._llm.core.experiences.write)
 
     def _deliver_or_fail(self, submission: Submission) -> None:
         try:
             self._deliver(submission)
-        except Exception as error:  # it is this request's own
+        except Exception as error:  # it concerns this request alone
             log.error("The text of a request could not be made; others go on.", exc_info=error)
-            self._let_go(submission, _failure(error))
+            self._end_request(submission, _failure(error))
 
-    def _rest(self, submission: Submission, resting: bool) -> None:
-        submission.resting = resting
+    def _set_paused(self, submission: Submission, paused: bool) -> None:
+        submission.paused = paused
         for ticket in submission.tickets:
-            self._scheduler.set_paused(ticket, resting)
-        self._note()  # there may be no further round to take it
+            self._scheduler.set_paused(ticket, paused)
+        self._take_snapshot()  # now: a paused request may have no further round
 
-    def _let_go(self, submission: Submission, error: SpecBranchError) -> None:
+    def _end_request(self, submission: Submission, error: SpecBranchError) -> None:
         for ticket in submission.tickets:
-            _done_alone(partial(self._scheduler.cancel, ticket))  # whatever happens, the caller hears of the end
+            _run_guarded(partial(self._scheduler.cancel, ticket))  # even if this fails, the caller learns of the end
         if submission in self._open:
             self._open.remove(submission)
-        submission.tell((), error=error)
+        submission.deliver((), error=error)
 
-    def _note(self) -> None:
-        """Note what there is to do and was done, for other threads to read."""
+    def _take_snapshot(self) -> None:
+        """Store the counts of requests and tokens for other threads to read."""
 
-        def note() -> None:
+        def take() -> None:
             self.snapshot = self._scheduler.snapshot()
 
-        _done_alone(note)
+        _run_guarded(take)
 
     def _fail(self, error: Exception) -> None:
-        """End all requests that were live, or all if none was: a round went wrong, and it is not known for whom."""
+        """End all requests of the batch, or all requests if the batch is empty. A round failed, and nobody knows whose
+        fault it was."""
         tickets = self._scheduler.tickets
         struck = [ticket for ticket in tickets if ticket.state == "live"] or tickets
         for ticket in struck:
             if not ticket.session.finished:
                 ticket.session.fail(_failure(error))
-            _done_alone(partial(self._scheduler.cancel, ticket))  # a model that failed may fail again at freeing
+            _run_guarded(partial(self._scheduler.cancel, ticket))  # a failed model may fail again at freeing
 
     def _end(self, reason: SpecBranchError) -> None:
-        """Let all go, and close."""
+        """End all requests, and close the LLM."""
         with self._inbox.changed:
             self._inbox.closing = self._inbox.ended = True
             tasks, self._inbox.tasks = self._inbox.tasks, []
         for task in tasks:
-            _done_alone(task)  # a request that came last is told of the end, too
+            _run_guarded(task)  # a request in the inbox becomes open, and is ended below
         for submission in list(self._open):
-            self._let_go(submission, reason)
-        self._note()
-        _done_alone(self._llm.close)
+            self._end_request(submission, reason)
+        self._take_snapshot()
+        _run_guarded(self._llm.close)
 
 
-def _done_alone(task: Callable[[], object]) -> None:
-    """Do something in the engine's thread, which no error in it may end: every request needs it."""
+def _run_guarded(task: Callable[[], object]) -> None:
+    """Run a task and log its error: no error may end the thread, because every request needs it."""
     try:
         task()
     except BaseException as error:

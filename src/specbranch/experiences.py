@@ -1,8 +1,10 @@
-"""What was learned of a pair on this machine: by an LLM while it runs, and in a file from process to process.
+"""Learned statistics of a pair on this machine: costs and acceptance, in memory and in a file.
 
-Owns the file: which one belongs to a pair, what stands in it, how news are added. Invariants: news are added to what
-the file holds at that moment, under a lock, so processes at work at once lose nothing; a thread of its own writes, so
-nobody who decodes waits for a disk or a lock; a file with any number that cannot be is refused as a whole.
+`Experiences` holds one `Experience` for each configuration of a running LLM. `ExperienceFile` saves them for the next
+process. Owns which file belongs to a pair, its format, and how news are merged into it. It does not own what is
+learned: see `core/experience.py`. Invariant: news are merged into what the file holds at that moment, under a lock, so
+concurrent processes lose nothing. A background thread writes, so decoding waits for no disk and no lock. A file with an
+impossible number is ignored as a whole.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from specbranch.files import replacing
 
 log = logging.getLogger("specbranch")
 
-EXPERIENCE_VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to keep it in; "off": nowhere
+EXPERIENCE_VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to save it in; "off": nowhere
 EXPERIENCE_FORMAT = 4
 WRITE_PAUSE = 5.0  # seconds between two writes, unless it is the last
 WRITE_WAIT = 2.0  # seconds for another process to finish its write
-MOST_CONFIGURATIONS = 64  # configurations whose experience is at hand; a request may bring any
-AT_CLOSE = 5.0  # seconds that closing waits for a write under way
-MOST_NEWS = 20_000  # of one kind that wait for a lock; the file forgets older ones anyway
+MOST_CONFIGURATIONS = 64  # configurations whose experience is in memory; a request may bring any
+AT_CLOSE = 5.0  # seconds that closing waits for a running write
+MOST_NEWS = 20_000  # of one kind that wait for a lock; the file drops older ones anyway
 MOST_BYTES = 16 << 20  # of a file
 TALLIES = ("first", "other", "cover", "looked")
 MOST_KNOWN_ROWS = 1 << 20
@@ -53,7 +55,7 @@ RANGES: dict[Timed, tuple[float, float]] = {
 
 
 class Experiences:
-    """An experience for each way to decode, all with the same costs; kept in a file where there is one."""
+    """One `Experience` for each configuration, all with the same costs; saved in a file if there is one."""
 
     def __init__(self, costs: Costs, has_draft: bool, file: ExperienceFile | None = None) -> None:
         self.learned = costs if isinstance(costs, LearnedCosts) else None
@@ -68,10 +70,10 @@ class Experiences:
             self.learned.news = []
 
     def of(self, config: SpeculativeConfig) -> Experience:
-        """What requests of this configuration have shown."""
+        """Return the statistics that requests of this configuration have shown."""
         name = _name(config)
         if name in self._made:
-            self._made[name] = self._made.pop(name)  # the last used comes last
+            self._made[name] = self._made.pop(name)  # the most recently used comes last
         else:
             for old in list(self._made)[: max(len(self._made) + 1 - MOST_CONFIGURATIONS, 0)]:
                 del self._made[old]  # what it has shown since the last write is lost
@@ -84,8 +86,8 @@ class Experiences:
         return self._made[name]
 
     def write(self, last: bool = False) -> None:
-        """Have what is new added to the file, without waiting; not at every call. The last time, wait a little until
-        it is there."""
+        """Have news added to the file, at most every WRITE_PAUSE seconds, without waiting. The `last` call writes at
+        once and waits until the news are there, up to a limit."""
         if (
             self._writer is None
             or self.learned is None
@@ -102,7 +104,7 @@ class Experiences:
             self._writer.write(news)
 
     def _news(self, begin: list[Any] | None) -> LearnedNews:
-        """What was learned since the last time; what is learned from now on is noted in lists like `begin`, or not."""
+        """Return the news since the last call. Later news are collected in copies of `begin`; None collects none."""
         assert self.learned is not None
         made = self._made.items()
         news = LearnedNews(
@@ -118,7 +120,7 @@ class Experiences:
 
 @dataclass(frozen=True, slots=True)
 class LearnedNews:
-    """What was learned and is not in the file yet; of what was found at a load, the latest."""
+    """What was learned and is not in the file yet. Of `stances`, only the latest finding counts."""
 
     costs: list[tuple[Timed, int, float]] = field(default_factory=list)
     insights: dict[str, list[News]] = field(default_factory=dict)
@@ -128,7 +130,7 @@ class LearnedNews:
         return bool(self.costs or self.insights)
 
     def then(self, later: LearnedNews) -> LearnedNews:
-        """This and what came later; of too much the latest."""
+        """Return these news with later ones; of more than MOST_NEWS, the latest."""
         insights = {
             name: [*self.insights.get(name, ()), *later.insights.get(name, ())][-MOST_NEWS:]
             for name in {**self.insights, **later.insights}
@@ -137,28 +139,28 @@ class LearnedNews:
 
 
 class BackgroundWriter:
-    """Adds news to a file in a thread of its own. What cannot be added because another process holds the lock waits
-    for the next time."""
+    """Adds news to a file in a background thread. If another process holds the lock, the news wait for the next
+    write."""
 
     def __init__(self, file: ExperienceFile) -> None:
-        self.failed = False  # the file can never be written; that was said
+        self.failed = False  # the file cannot be written; a warning said so
         self._file = file
         self._lock = Lock()
         self._waiting = LearnedNews()
         self._thread: Thread | None = None
 
     def write(self, news: LearnedNews) -> None:
-        """Begin to add news, unless an earlier write is still under way: then they go with the next."""
+        """Start to add news. If an earlier write still runs, they wait for the next call."""
         self._take(news)
         if self._thread is None or not self._thread.is_alive():
-            # a daemon: no process stays for it. It replaces the file whole, so it may end anywhere.
+            # A daemon thread, so no process waits for it. It replaces the file as a whole, so it may end at any point.
             thread = Thread(target=self._add, name="specbranch-experience", daemon=True)
-            with suppress(RuntimeError):  # no thread can be had: next time
+            with suppress(RuntimeError):  # the system gives no thread: next time
                 thread.start()
                 self._thread = thread
 
     def finish(self, news: LearnedNews) -> None:
-        """Add the last news here, after a bounded wait for a write under way."""
+        """Add the last news in this thread, after a bounded wait for a running write."""
         self._take(news)
         if self._thread is not None:
             self._thread.join(AT_CLOSE)
@@ -176,43 +178,43 @@ class BackgroundWriter:
             return
         try:
             self._file.add(news)
-        except Timeout:  # another process is at it: next time
+        except Timeout:  # another process holds the lock: next time
             with self._lock:
                 self._waiting = news.then(self._waiting)
-        except Exception as error:  # an answer is not to be lost for this
+        except Exception as error:  # an answer must not fail for this
             self.failed = True
             log.warning("What was learned is not kept: %s cannot be written (%s).", self._file.path, error)
 
 
 @dataclass(slots=True)
 class Kept:
-    """What a file holds."""
+    """The content of a file."""
 
     costs: LearnedCosts = field(default_factory=LearnedCosts)
     insights: dict[str, Insight] = field(default_factory=dict)
     stances: dict[str, Findings] = field(default_factory=dict)
 
     def give(self, costs: LearnedCosts) -> None:
-        """Hand the times over."""
+        """Copy the times into `costs`."""
         for kind, by_rows in self.costs.times.items():
             for rows, times in by_rows.items():
                 for seconds in times:
                     costs.take(kind, rows, seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return it as JSON values."""
         times = {
             kind: {str(rows): list(times) for rows, times in by_rows.items()}
             for kind, by_rows in self.costs.times.items()
         }
-        insights = {name: _told(insight) for name, insight in self.insights.items()}
+        insights = {name: _insight_to_dict(insight) for name, insight in self.insights.items()}
         return {"costs": times, "insights": insights, "stances": self.stances}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Kept:
-        """From JSON; raises where something does not fit, or is a number that cannot be."""
-        insights = {str(name): _insight(told) for name, told in values["insights"].items()}
-        stances = {str(name): _findings(told) for name, told in values["stances"].items()}
+        """Build it from JSON values. Raises if something does not fit, or a number is impossible."""
+        insights = {str(name): _insight(saved) for name, saved in values["insights"].items()}
+        stances = {str(name): _findings(saved) for name, saved in values["stances"].items()}
         known = cls(insights=insights, stances=stances)
         for kind in known.costs.times:
             for rows, times in values["costs"][kind].items():
@@ -222,8 +224,8 @@ class Kept:
         return known
 
     def add(self, news: LearnedNews) -> None:
-        """Take in news. What cannot be, as the time of a round in which the machine slept, is left out: it would make
-        the file unreadable."""
+        """Merge news. Impossible values, such as the time of a round in which the machine slept, are left out: they
+        would make the file unreadable."""
         for kind, rows, seconds in news.costs:
             if _is_in(seconds, *RANGES[kind]) and 0 <= rows <= MOST_KNOWN_ROWS:
                 self.costs.take(kind, rows, seconds)
@@ -237,43 +239,44 @@ class Kept:
 
 
 class ExperienceFile:
-    """The file of one pair under one set of circumstances, all of which stand in it."""
+    """The file of one pair under one key (`assembly.experience_key`). The whole key is in the file."""
 
-    def __init__(self, folder: Path, circumstances: Mapping[str, Any]) -> None:
-        self.circumstances = dict(circumstances)
-        digest = sha256(json.dumps(self.circumstances, sort_keys=True).encode()).hexdigest()
+    def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
+        self.key = dict(key)
+        digest = sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
         self.path = folder / f"{digest[:16]}.json"
 
     def read(self, aloud: bool = True) -> Kept:
-        """Return what is known; nothing if there is no file, or one that is damaged or of something else, which is
-        said aloud."""
+        """Return the content of the file, empty if there is none. A damaged file, or one with another key, is empty,
+        too; with `aloud` a warning says so."""
         try:
             if (size := self.path.stat().st_size) > MOST_BYTES:
                 raise ValueError(f"it has {size} bytes")
             values = json.loads(self.path.read_text(encoding="utf-8"))
-            if values["format"] != EXPERIENCE_FORMAT or values["circumstances"] != self.circumstances:
+            if values["format"] != EXPERIENCE_FORMAT or values["circumstances"] != self.key:
                 raise ValueError("it is of another version or another pair")
             return Kept.from_dict(values)
         except FileNotFoundError:
             return Kept()
-        except Exception as error:  # whatever is wrong with it, it is not needed
+        except Exception as error:  # of any kind: decoding works without the file
             if aloud:
                 log.warning("What was learned earlier in %s is ignored (%s); it is learned anew.", self.path, error)
             return Kept()
 
     def add(self, news: LearnedNews) -> None:
-        """Add news to what the file holds, or raise."""
+        """Merge news into the file; raise if that fails."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock"), timeout=WRITE_WAIT):
-            kept = self.read(aloud=False)  # it was said when it was first read
+            kept = self.read(aloud=False)  # the first read has warned
             kept.add(news)
-            values = {"format": EXPERIENCE_FORMAT, "circumstances": self.circumstances, **kept.to_dict()}
+            values = {"format": EXPERIENCE_FORMAT, "circumstances": self.key, **kept.to_dict()}
             with replacing(self.path) as part:
                 part.write_text(json.dumps(values), encoding="utf-8")
 
 
 def experience_folder() -> Path | None:
-    """Where experience is kept: $SPECBRANCH_EXPERIENCE, else in the cache; nowhere if that says "off"."""
+    """Return the folder of experience files: $SPECBRANCH_EXPERIENCE, else one in the cache folder. None if it is
+    "off"."""
     from specbranch.models.files.store import cache_folder
 
     given = os.environ.get(EXPERIENCE_VARIABLE)
@@ -283,39 +286,39 @@ def experience_folder() -> Path | None:
 
 
 def _name(config: SpeculativeConfig) -> str:
-    """A configuration by what differs from the usual one."""
+    """Return a key for a configuration: its values that are no defaults."""
     usual = asdict(SpeculativeConfig())
     return json.dumps({key: value for key, value in asdict(config).items() if value != usual[key]}, sort_keys=True)
 
 
-def _told(insight: Insight) -> dict[str, Any]:
+def _insight_to_dict(insight: Insight) -> dict[str, Any]:
     tallies = {name: [getattr(insight, name).seen, getattr(insight, name).true] for name in TALLIES}
     return {**tallies, "shifts": insight.shifts, "tokens": insight.tokens, "seconds": insight.seconds}
 
 
-def _findings(told: Mapping[str, Any]) -> Findings:
+def _findings(saved: Mapping[str, Any]) -> Findings:
     found: Findings = {}
-    for load, (best, span) in told.items():
+    for load, (best, span) in saved.items():
         if not isinstance(best, bool) or not isinstance(span, int):
             raise ValueError(f"{best!r:.40} is no way to decode, or {span!r:.40} no number of rounds")
         found[_count(load, 1, MOST_LOAD)] = best, int(_number(span, 1, MOST_SPAN))
     return found
 
 
-def _insight(told: Mapping[str, Any]) -> Insight:
-    tokens = _number(told["tokens"], 0.0, EXPERIENCE_TOKENS)
-    seconds = _number(told["seconds"], 0.0, EXPERIENCE_TOKENS * HOUR)
+def _insight(saved: Mapping[str, Any]) -> Insight:
+    tokens = _number(saved["tokens"], 0.0, EXPERIENCE_TOKENS)
+    seconds = _number(saved["seconds"], 0.0, EXPERIENCE_TOKENS * HOUR)
     insight = Insight(tokens=tokens, seconds=seconds)
     for name in TALLIES:
         tally: Tally = getattr(insight, name)
-        seen, true = ([_number(x, 0.0, tally.most) for x in column] for column in told[name])
+        seen, true = ([_number(x, 0.0, tally.most) for x in column] for column in saved[name])
         if not (
             len(seen) == len(true) == len(tally.seen)
             and all(t <= s and s > 0.0 for s, t in zip(seen, true, strict=True))
         ):
             raise ValueError(f"{name} does not fit")
         tally.seen, tally.true = seen, true
-    shifts = [_number(x, -MOST_SHIFT, MOST_SHIFT) for x in told["shifts"]]
+    shifts = [_number(x, -MOST_SHIFT, MOST_SHIFT) for x in saved["shifts"]]
     if len(shifts) != len(insight.shifts):
         raise ValueError("shifts do not fit")
     insight.shifts = shifts

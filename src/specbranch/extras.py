@@ -1,7 +1,7 @@
-"""Packages that few need, each an extra of the installation: what needs them, and how they are installed.
+"""Optional packages, each an extra of the installation: what needs them, and how they are installed.
 
-Owns the table of extras, which pyproject.toml repeats. Invariant: what is missing is told before work begins, with the
-command that installs it; nothing here imports any of them.
+Owns the table of extras, which pyproject.toml repeats. Invariant: a missing package is reported before work starts,
+with the command that installs it. Nothing here imports any of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Extra:
 
     @property
     def is_installed(self) -> bool:
-        """Whether it could be imported."""
+        """True if it can be imported."""
         return find_spec(self.package) is not None
 
     @property

@@ -1,7 +1,7 @@
 """Values from files that others wrote (a config.json, a GGUF header, a tokenizer's settings), read by type and range.
 
-Owns the checks and their sentence. Invariant: what is read is of the type that was asked for and in its range; anything
-else is a ModelError that names the file, the key, what stands there and what was expected. A null counts as absent.
+Owns the checks and their sentence. Invariant: a returned value has the requested type and is in its range. Anything
+else is a ModelError that names the file, the key, the value and what was expected. A null counts as absent.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class FileValues:
     prefix: str = ""  # of every key, as a GGUF's architecture or a group within a file
 
     def get(self, key: str) -> Any:
-        """A value as it is; nothing: it is not there."""
+        """Return a value as it is; None if it is absent."""
         return self.values.get(key)
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = TOO_LARGE) -> int:
-        """A whole number; without a default it has to be there."""
+        """Return a whole number. Without a default it must not be absent."""
         value = self._or(key, default)
         if not _is_whole(value) or not least <= value <= most:
             self.refuse(key, _whole_numbers(least, most))
         return int(value)
 
     def number(self, key: str, default: float | None, least: float, most: float) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self._or(key, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not least <= value <= most:  # no comparison holds for NaN
@@ -46,28 +46,28 @@ class FileValues:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return True or False."""
         value = self._or(key, default)
         if value is not True and value is not False:
             self.refuse(key, "true or false")
         return bool(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         value = self._or(key, default)
         if not isinstance(value, str) or not _is_unicode(value):
             self.refuse(key, "a string")
         return value
 
     def items(self, key: str) -> Sequence[Any]:
-        """A list; an empty one if it is not there."""
+        """Return a list; an empty one if it is absent."""
         value = self._or(key, [])
         if not isinstance(value, (list, tuple)):
             self.refuse(key, "a list")
         return value
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Token ids, as one number or as a list of them, each once; none if it is not there."""
+        """Return token ids, each once: of one number, or of a list. None are returned if it is absent."""
         value = self._or(key, [])
         several = value if isinstance(value, (list, tuple)) else [value]
         if not all(_is_whole(one) and 0 <= one < MOST_CONTEXT_TOKENS for one in several):
@@ -75,7 +75,7 @@ class FileValues:
         return tuple(dict.fromkeys(several))
 
     def group(self, key: str) -> FileValues:
-        """Values within a value; an empty group if it is not there."""
+        """Return the values within a value; an empty group if it is absent."""
         value = self._or(key, {})
         if not isinstance(value, Mapping):
             self.refuse(key, "an object")
@@ -107,7 +107,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which JSON can spell."""
+    """Return True if a text has no half of a surrogate pair, which JSON can contain."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -120,7 +120,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether a value cannot even be shown."""
+    """Return True if a value is nested too deeply, or too large, to be shown."""
     try:
         repr(value)
     except (RecursionError, ValueError):  # a whole number may have too many digits

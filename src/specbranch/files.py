@@ -1,6 +1,7 @@
-"""Writing a file whole: whoever reads it sees the old one or the new one, never half of it.
+"""Atomic writes: a reader sees the old file or the new one, never half of it.
 
-Owns the way there, beside the file and then into its place, and the sentence for what a disk refuses.
+Owns the temporary file beside the final one, and the sentences for errors of the disk. Invariant: the final file is
+replaced by one rename, or stays as it was.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from specbranch.errors import BadParameter
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield where to write; what lies there takes the file's place at the end, unless something was raised.
+    """Yield the path of a temporary file; at the end it replaces `path`, unless something was raised.
 
-    `durable`: it is on the disk by then, so that not even a crash of the machine leaves half of it.
+    `durable`: flush it to the disk first, so that not even a crash of the machine leaves half of it.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -34,7 +35,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text, or say why that cannot be."""
+    """Write a text atomically; an error of the disk becomes a BadParameter."""
     try:
         with replacing(path) as part:
             part.write_text(text, encoding="utf-8")
@@ -44,7 +45,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def spoken(path: Path, advice: str) -> Iterator[None]:
-    """Turn what the disk refuses into a sentence that ends with advice."""
+    """Turn errors of the disk into a sentence that ends with advice."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The header of a GGUF file (versions 2 and 3, little endian): metadata, and where its tensors lie.
+"""The header of a GGUF file (versions 2 and 3, little endian): metadata, and the offsets of its tensors.
 
-Owns the parsing, without torch. Long arrays (the vocabulary) are skipped over and read only when asked for, since they
-cost more time than the weights.
+Owns the parsing, without torch. Long arrays (the vocabulary) are skipped and read only on demand, because they cost
+more time than the weights.
 """
 
 from __future__ import annotations

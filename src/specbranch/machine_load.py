@@ -1,7 +1,7 @@
-"""How busy other programs keep this machine, so that whoever measures can say when his figures are rough.
+"""How busy other programs keep this machine, so that measurements can say when their figures are rough.
 
-Owns the reading of the system's counters, the limits, and the sentence. Invariant: the time of this process and of its
-children is never counted as other programs'.
+Owns the system's counters, the limits, and the sentence. Invariant: the time of this process and of its children is
+never counted as other programs'.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LoadMeter:
         self._busy, self._own = _busy_seconds(), _own_seconds()
 
     def other_cores(self) -> float:
-        """Cores that other programs kept at work on average; where the system has no counters, the load before."""
+        """Return how many cores other programs used on average; without counters, the load before."""
         busy, seconds = _busy_seconds(), time.monotonic() - self._since
         if busy is None or self._busy is None or seconds <= 0:
             return self._at_start
@@ -37,17 +37,17 @@ class LoadMeter:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_busy(other_cores: float) -> bool:
-    """Whether other programs do so much that timings suffer."""
+    """Return True if other programs use enough cores to disturb timings."""
     return other_cores > max(CORES, BUSY_SHARE * usable_cores())
 
 
 def roughness(other_cores: float, turns: Iterable[Sequence[float]]) -> str:
-    """Say why figures are rough; nothing where they are not. `turns`: the seconds of equal work, method by method."""
+    """Return why figures are rough, or "" if they are not. `turns`: the seconds of equal work, method by method."""
     if is_busy(other_cores):
         cores = usable_cores()
         return (
@@ -65,7 +65,7 @@ def _spread(seconds: Sequence[float]) -> float:
 
 
 def _busy_seconds() -> float | None:
-    """Seconds that the usable cores have worked since the machine started, whoever for; None if nobody counts them."""
+    """Return the seconds that the usable cores have worked since boot, for any program; None without counters."""
     try:
         lines = _STAT.read_text(encoding="ascii").splitlines()
         ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
@@ -77,7 +77,7 @@ def _busy_seconds() -> float | None:
 
 
 def _own_seconds() -> float:
-    """CPU seconds of this process and its children: those that ended, and on Linux those that still run."""
+    """Return the CPU seconds of this process and its children: ended ones, and on Linux running ones."""
     times = os.times()
     ended = times.user + times.system + times.children_user + times.children_system
     return ended + sum(map(_child_seconds, _children()))
@@ -102,5 +102,5 @@ def _child_seconds(process: int) -> float:
 
 
 def _average_load() -> float:
-    """The mean number of programs at work in the last minute; 0 where nobody knows."""
+    """Return the mean number of running programs in the last minute; 0 if the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

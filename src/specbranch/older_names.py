@@ -1,6 +1,6 @@
-"""Older spellings of arguments, taken for a while with a DeprecationWarning.
+"""Older spellings of arguments, accepted for a while with a DeprecationWarning.
 
-Owns the sentence that says what to write instead.
+Owns the sentence that says what to write instead. It does not own the options themselves.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ Options = TypeVar("Options", bound=OptionsValue)
 def with_older(
     kind: type[Options], given: Options | Mapping[str, Any] | None, older: Mapping[str, Any], caller: str
 ) -> Options:
-    """Return the options that were given, with those that came as `caller`'s older keywords. Unknown names are refused;
-    known ones are warned of at the line that calls `caller`."""
+    """Return the given options, changed by `caller`'s older keywords.
+
+    Unknown names are refused. Known ones raise a DeprecationWarning at the line that calls `caller`.
+    """
     if given is not None and not isinstance(given, (kind, Mapping)):
         raise BadParameter(f"options is {given!r:.60}; expected {kind.__name__} or a mapping.")
     options = given if isinstance(given, kind) else kind.from_dict(given if isinstance(given, Mapping) else {})

@@ -1,8 +1,7 @@
 """Pairs known by name: a target, and a draft that was distilled for it.
 
-Owns the table of pairs and where their drafts lie. A pair's draft bears the pair's name, so that it can be named alone,
-too. Invariant: a folder that is returned holds a whole draft of the pair's own target; nothing is loaded to find that
-out.
+Owns the table of pairs and where their drafts are. A pair's draft has the pair's name, so it can be named alone, too.
+It loads no model. Invariant: a returned folder holds a whole draft of the pair's own target.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Pair:
     name: str
     target: str
     about: str
-    # of the target's embedding, as a draft's config.json has it; nothing: told when it is loaded
+    # of the target's embedding, as a draft's config.json has it; None: checked when the draft is loaded
     target_fingerprint: str | None = None
 
 
@@ -63,7 +62,7 @@ class MissingDraft(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a draft's folder says of itself; figures are nothing where it does not say."""
+    """What a draft's folder says of itself; None for a figure that it does not have."""
 
     path: Path
     layers: int
@@ -73,15 +72,14 @@ class Card:
 
 
 def find_pair(name: str) -> Pair:
-    """Return the pair of that name, or say which there are."""
+    """Return the pair of that name; an unknown name is refused with the known ones."""
     if name not in PAIRS:
         raise unknown("pair", str(name), PAIRS)
     return PAIRS[name]
 
 
 def chosen_models(pair: str | None, target: str | None, draft: str | None) -> tuple[str, str | None]:
-    """Return the target and the draft asked for: those of a pair, those named, or the default pair's where nothing
-    is."""
+    """Return the names of target and draft: those of `pair`, those named, or the default pair's if none is named."""
     if pair is not None and (target, draft) != (None, None):
         given = " and ".join(
             f"{what} {name!r}" for what, name in (("target", target), ("draft", draft)) if name is not None
@@ -97,12 +95,12 @@ def chosen_models(pair: str | None, target: str | None, draft: str | None) -> tu
 
 
 def draft_path(name: str) -> str:
-    """Return where a draft lies: a pair's draft by its name, else what was given."""
+    """Return the path of a draft: of a pair's draft its folder, else `name` as it is."""
     return str(draft_folder(name)) if name in PAIRS else name
 
 
 def draft_folder(name: str) -> Path:
-    """Return the folder of a pair's draft, or say where one is to be had."""
+    """Return the folder of a pair's draft. If there is none, the error says where to get one."""
     pair = find_pair(name)
     for folder in (root / name for root in roots()):
         config = draft_config(folder)
@@ -117,14 +115,14 @@ def draft_folder(name: str) -> Path:
 
 
 def predictor_folder(draft: str | None) -> Path | None:
-    """Return the folder of the predictor that was trained for a pair, by the name of its draft; nothing if there is
+    """Return the folder of the predictor that was trained for a pair, by the name of its draft; None if there is
     none."""
     folder = PREDICTORS / draft if draft in PAIRS else None
     return folder if folder is not None and folder.is_dir() else None
 
 
 def roots() -> tuple[Path, ...]:
-    """Where drafts are looked for: the folder in $SPECBRANCH_DRAFTS, the package, and the checkout if it runs from
+    """Return the folders to search for drafts: $SPECBRANCH_DRAFTS, the package, and the checkout if it runs from
     one."""
     given = os.environ.get(DRAFTS_VARIABLE)
     named = (Path(given).expanduser(),) if given else ()
@@ -133,7 +131,7 @@ def roots() -> tuple[Path, ...]:
 
 
 def card(name: str) -> Card | None:
-    """Return what is known of a pair's draft, nothing if it is not here; another target's is refused."""
+    """Return what the folder of a pair's draft says, None if it is not here. Another target's draft is refused."""
     try:
         folder = draft_folder(name)
     except MissingDraft:

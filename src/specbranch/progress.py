@@ -1,4 +1,4 @@
-"""How far a long piece of work has come: what those who do it call. Who draws it, and where, is not their business."""
+"""Progress of long work: the interface that the work calls. It does not own how progress is drawn: see `cli/`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ StepsDone = Callable[[str, int, int], None]  # what is done, steps done, of how 
 
 
 class Onlooker(Protocol):
-    """Somebody who watches a long piece of work."""
+    """Shows the progress of long work."""
 
     def __call__(self, what: str, done: float, of: float | None, note: str = "") -> None:
-        """Show what is done, how far it is, of how much where that is known, and what there is to note."""
+        """Show the work `what`, how much of it is done, of how much if that is known, and a note."""
         ...
 
     def say(self, line: str) -> None:
@@ -21,7 +21,7 @@ class Onlooker(Protocol):
 
 
 class Nobody:
-    """Watches without a word."""
+    """Shows nothing."""
 
     def __call__(self, what: str, done: float, of: float | None, note: str = "") -> None:
         """Show nothing."""

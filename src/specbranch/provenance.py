@@ -1,7 +1,7 @@
-"""Where results came from: versions, hardware, models, commit, and what was asked for.
+"""Provenance of results: versions, hardware, models, commit, and the request.
 
-Owns finding these things out, once, at the start of a run. Invariant: nothing in it is guessed; what cannot be found
-out is left out.
+Owns how these are found out, once, at the start of a run. Invariant: nothing is guessed; what cannot be found out is
+left out.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SOURCE = Path(__file__).parents[2]  # of a checkout: where .git lies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What one has to know to repeat a run, or to doubt it."""
+    """What a reader needs to repeat a run, or to doubt it."""
 
     made: str = ""  # ISO 8601, UTC
     commit: str | None = None
     python: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, Any] = field(default_factory=dict)
-    # what tells the models of a pair from others: names, fingerprints
+    # the identity of a pair's models: names, fingerprints
     pairs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # what decides the text: max_tokens, seed, chat template or not …
     workload: Mapping[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""`Submission`: a request under way, as its caller sees it: its text as it comes, its output, the way to cancel it.
+"""`Submission`: a running request as its caller sees it: its text as it comes, its output, the way to cancel it.
 
-Owns what was said and not taken yet, and who waits for it; the engine's thread hands it over. Invariant: whoever waits
-is woken by news and by the end, whichever thread or event loop it waits in.
+Owns the text that the caller has not taken yet, and the list of those who wait. It does not own the session: that is
+the engine thread's. Invariant: new text and the end wake everybody who waits, in any thread or event loop.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from specbranch.errors import BadParameter, SpecBranchError, unknown
 
 
 class SubmissionEngine(Protocol):
-    """What a submission asks of the engine that it was sent to."""
+    """The engine, as far as a submission calls it."""
 
     def post(self, *tasks: Callable[[], None]) -> None:
-        """Have the engine's thread do something between two rounds."""
+        """Have the engine's thread run tasks between two rounds."""
         ...
 
     def drop(self, submission: Submission) -> None:
@@ -36,19 +36,29 @@ class SubmissionEngine(Protocol):
         ...
 
     def go_on(self, submission: Submission) -> None:
-        """Go on with a request whose consumer has caught up; in the engine's thread."""
+        """Resume a paused request, because its consumer has caught up; in the engine's thread."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """How a request of `AsyncLLM` is decoded and scheduled; how it is sampled is in its `SamplingParams`."""
+    """How a request of `AsyncLLM` is decoded and scheduled; how it is sampled is in its `SamplingParams`.
 
-    method: str | None = None  # nothing: the LLM's own
-    speculative: Speculative = None  # settings of the method; False: plain decoding
-    priority: int = 0  # higher ones go first
-    deadline: float | None = None  # seconds; a request that is not finished by then ends with an error and what it has
-    # called with what both models did in each round of the first sample, in the engine's thread: it has to be quick
+    Attributes:
+        method: the name of the decoding method. Default None: the method of the `LLM`.
+        speculative: settings of the method, a `SpeculativeConfig` or a mapping with its names; False is plain
+            decoding. Default None: the settings of the `LLM` if no method is named, else the defaults.
+        priority: requests with a higher number start first. Default 0.
+        deadline: seconds from now. A request that is not finished by then ends with an error and its text so far.
+            Default None: no deadline.
+        on_round: called after each round of the first sample with what both models did. The engine's thread calls it,
+            so it has to be quick. Default None.
+    """
+
+    method: str | None = None
+    speculative: Speculative = None
+    priority: int = 0
+    deadline: float | None = None
     on_round: RoundWatcher | None = None
 
     def __post_init__(self) -> None:
@@ -59,8 +69,8 @@ class RequestOptions:
             raise BadParameter(f"deadline is {late!r}; expected seconds above 0, or nothing.")
 
     @property
-    def within(self) -> float | None:
-        """The deadline in seconds that a clock can hold; infinity is none."""
+    def timeout(self) -> float | None:
+        """The deadline as seconds that a clock can hold. An infinite deadline is none."""
         return None if self.deadline in (None, inf) else float(min(self.deadline, TIMEOUT_MAX))
 
     @classmethod
@@ -75,44 +85,48 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A request as it was checked by its caller's thread."""
+    """A request after its caller's thread has checked it."""
 
     prompt: list[int]
     params: SamplingParams
     config: SpeculativeConfig
     options: RequestOptions
     streams: bool = False
-    sample: int | None = None  # which one; nothing: all n
-    scored: bool = False  # the prompt's own tokens are wanted with their log-probabilities, and no answer
+    sample: int | None = None  # the number of one sample; None: all n
+    scored: bool = False  # score the prompt's own tokens, and answer nothing
 
 
 class Submission:
-    """A request under way: its text as it comes, its output, and the way to cancel it. Any thread or task may use it;
-    its chunks go to one of them."""
+    """A running request: its text as it comes, its output, and the way to cancel it.
+
+    Any thread or task may use it. If several iterate over it, each chunk goes to one of them.
+    """
 
     def __init__(self, engine: SubmissionEngine, wish: Wish) -> None:
         self.wish = wish
-        self.answers: list[Answer] = []  # the engine's thread's own, like the next two
+        self.answers: list[Answer] = []  # only the engine's thread uses this and the next two
         self.tickets: list[Ticket] = []
-        self.resting = False
+        self.paused = False
         self._engine = engine
         self._changed = threading.Condition()
         self._pieces: list[Piece] = []
         self._output: Output | None = None
         self._error: SpecBranchError | None = None
         self._woken: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._taken = False  # the last chunk was
-        self._awaited = 0  # callers that wait for the whole output, and take no chunks meanwhile
+        self._taken = False  # the last chunk was taken
+        self._awaited = 0  # callers that wait for the whole output and take no chunks meanwhile
 
     def cancel(self) -> None:
-        """Let the request go, within a round; harmless if it is over."""
+        """Cancel the request; it ends within a round. A request that is over stays as it is."""
         if not self._is_over():
             self._engine.post(partial(self._engine.drop, self))
 
     def result(self, timeout: float | None = None) -> Output:
-        """Wait for the output, whole or with the error that ended it; raises a TimeoutError after so many seconds.
+        """Wait for the output and return it; if an error ended the request, `Output.error` has it.
 
-        Meanwhile a stream may be ahead of its consumer by any number of tokens.
+        Raises a TimeoutError after `timeout` seconds; None, the default, waits without limit. The error of a request
+        that has no output, such as a cancelled one, is raised. Meanwhile a stream may run ahead of its consumer by any
+        number of tokens.
         """
         with self._whole(), self._changed:
             if not self._changed.wait_for(self._is_over, None if timeout is None else min(timeout, TIMEOUT_MAX)):
@@ -120,14 +134,14 @@ class Submission:
             return self._finished()
 
     async def output(self) -> Output:
-        """The same for a task."""
+        """Wait for the output as `result` does, in a task."""
         with self._whole():
             while not self._is_over():
                 await self._news(self._is_over)
             return self._finished()
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Chunks as they come, for a thread; the last one carries the output, and its error if it has one."""
+        """Yield chunks as they come, in a thread. The last one carries the output, with its error if it has one."""
         while not self._taken:
             with self._changed:
                 self._changed.wait_for(self._has_news)
@@ -135,15 +149,17 @@ class Submission:
                 yield chunk
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """The same for a task."""
+        """Yield chunks as they come, in a task."""
         while not self._taken:
             await self._news(self._has_news)
             if (chunk := self._take()) is not None:
                 yield chunk
 
-    def tell(self, pieces: Sequence[Piece], output: Output | None = None, error: SpecBranchError | None = None) -> int:
-        """Hand on what is new, and wake whoever waits; returns how many tokens its consumer is behind: none while
-        somebody waits for the whole output."""
+    def deliver(
+        self, pieces: Sequence[Piece], output: Output | None = None, error: SpecBranchError | None = None
+    ) -> int:
+        """Add new text, and the end if it is there; wake everybody who waits. Return by how many tokens the consumer
+        is behind, or 0 if somebody waits for the whole output."""
         with self._changed:
             if not self._is_over():
                 self._pieces += pieces
@@ -158,7 +174,7 @@ class Submission:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Have the request go on, as somebody waits for its end."""
+        """Resume the request, and keep it running while a caller waits for its end."""
         with self._changed:
             self._awaited += 1
         self._engine.post(partial(self._engine.go_on, self))
@@ -181,7 +197,7 @@ class Submission:
         return self._output
 
     def _take(self) -> Chunk | None:
-        """Take all that is new."""
+        """Return all new text as a chunk, or None if there is none."""
         with self._changed:
             if self._taken or not self._has_news():
                 return None
@@ -193,6 +209,7 @@ class Submission:
         return Chunk(tuple(pieces))
 
     async def _news(self, there: Callable[[], bool]) -> None:
+        """Wait until `there` holds, or the next news."""
         loop = asyncio.get_running_loop()
         with self._changed:
             if there():

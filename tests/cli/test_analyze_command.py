@@ -49,15 +49,15 @@ def test_analyze_json_holds_what_was_predicted_charged_and_mapped(command: Comma
     CostProfile(target=((1, 8.0), (16, 9.0)), draft=((1, 1.0),), pair="a & b", hardware="a desk", note="guessed").save(
         mine
     )
-    (told,) = command("analyze", "--profile", str(mine), "--tokens", "500", "--json").answers()
-    assert len(told["latency"]) == 9 and len(told["map"]) == 9
-    assert told["farthest_off"] == max(abs(row["off"]) for row in told["latency"]) < 0.15
-    assert all(row["speedup"] > 1 for row in told["map"]) and {row["pair"] for row in told["map"]} == {
+    (printed,) = command("analyze", "--profile", str(mine), "--tokens", "500", "--json").answers()
+    assert len(printed["latency"]) == 9 and len(printed["map"]) == 9
+    assert printed["farthest_off"] == max(abs(row["off"]) for row in printed["latency"]) < 0.15
+    assert all(row["speedup"] > 1 for row in printed["map"]) and {row["pair"] for row in printed["map"]} == {
         "weak",
         "default",
         "strong",
     }
-    json.dumps(told, allow_nan=False)
+    json.dumps(printed, allow_nan=False)
 
 
 def test_an_unknown_profile_is_refused_before_anything_runs(command: Command) -> None:

@@ -109,8 +109,8 @@ def test_two_results_are_compared(command: Command, pair: tuple[str, str], tmp_p
         assert bench(command, pair, tmp_path / name, prompts, "--methods", "pearl", "--clock", "c5").code == 0
     done = command("bench", "compare", str(tmp_path / "a" / "out"), str(tmp_path / "b" / "out" / "results.json"))
     assert done.code == 0 and "2 same" in done.out
-    told = command("bench", "compare", str(tmp_path / "a" / "out"), str(tmp_path / "b" / "out"), "--json")
-    assert len(told.answers()[0]["changes"]) == 2
+    printed = command("bench", "compare", str(tmp_path / "a" / "out"), str(tmp_path / "b" / "out"), "--json")
+    assert len(printed.answers()[0]["changes"]) == 2
 
 
 @pytest.mark.slow

@@ -57,8 +57,8 @@ def bench(command: Command, prompts: Path, *more: str, suites: tuple[str, ...] =
     length = () if "--context" in more else ("--context", "160")
     # streams want a GPU; a preset that has an executor of its own keeps it
     streams = any(one.startswith("gpu-") and one != "gpu-cpu-draft" for one in more)
-    place = ("--device", "cpu", *(("--executor", "serial") if streams and "--executor" not in more else ()))
-    return command("bench", "run", *named, *given, *place, "--max-tokens", "8", *length, *where, *more)
+    where_run = ("--device", "cpu", *(("--executor", "serial") if streams and "--executor" not in more else ()))
+    return command("bench", "run", *named, *given, *where_run, "--max-tokens", "8", *length, *where, *more)
 
 
 def rows_of(done: Done) -> list[dict[str, Any]]:
@@ -83,11 +83,11 @@ def test_gpu_core_runs_every_method_on_an_inflated_pair(
         if not row["method"].startswith("hf-"):
             assert 0 <= row["host_share"] <= 1 and 0 <= row["target_idle"] <= 1
         assert (row["begun_with_tree"] is not None) <= (row["method"] in OVERLAPPING)
-    told = json.loads((prompts / "out" / "results.json").read_text())["provenance"]["pairs"][title]
+    about = json.loads((prompts / "out" / "results.json").read_text())["provenance"]["pairs"][title]
     assert (
-        told["draft_head"] == "600 rows, 421 of them tokens" and told["target_head"] == "421 rows, 421 of them tokens"
+        about["draft_head"] == "600 rows, 421 of them tokens" and about["target_head"] == "421 rows, 421 of them tokens"
     )
-    assert told["target_shape"].startswith("hidden 64") and str(prompts) not in json.dumps({**told, "draft": ""})
+    assert about["target_shape"].startswith("hidden 64") and str(prompts) not in json.dumps({**about, "draft": ""})
     for method in DRAWN:
         assert (prompts / "out" / f"timeline-{title}-{method}.svg").read_text().startswith("<svg")
     assert "What draft and target did" in (prompts / "out" / "report.html").read_text()
@@ -102,8 +102,8 @@ def test_commands_add_pairs_prompts_and_contexts_to_one_folder(command: Command,
     assert [(row["suite"], row["prompts"]) for row in second] == [("one@160", 3)] * 2 + [("one@160", 2)] * 2 + [
         ("two@160", 2)
     ] * 2
-    told = json.loads((prompts / "out" / "results.json").read_text())["provenance"]
-    assert set(told["pairs"]) == {row["pair"] for row in second} and len(told["suites"]) == 2
+    about = json.loads((prompts / "out" / "results.json").read_text())["provenance"]
+    assert set(about["pairs"]) == {row["pair"] for row in second} and len(about["suites"]) == 2
     lines = (prompts / "one.jsonl").read_text()
     (prompts / "one.jsonl").write_text(lines.replace("guess", "guess or two"))
     other = bench(command, prompts, *brief)

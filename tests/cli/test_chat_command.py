@@ -1,4 +1,4 @@
-"""`chat`: a conversation goes on, whatever is asked."""
+"""`chat`: a conversation continues after every question."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_plain_output_is_the_text_alone_and_colours_come_on_demand(models: list[
     assert "\x1b[" in command("generate", *options, "--policy", "confidence", "--colour").out
 
 
-def test_a_prompt_that_comes_again_is_not_read_again_unless_that_is_wished(
+def test_a_prompt_that_comes_again_is_not_prefilled_again_unless_that_is_wished(
     models: list[str], tmp_path: Path, command: Command
 ) -> None:
     file, cached = tmp_path / "prompts.txt", []
@@ -129,7 +129,7 @@ def test_ctrl_c_ends_with_130_and_leaves_no_process(pair: tuple[str, str]) -> No
     command += ["--executor", "process", "--context-length", "512", "--max-tokens", "400", "--ignore-eos"]
     command += ["--file", "/dev/stdin"]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen(command, **pipes, text=True, start_new_session=True, preexec_fn=_heed_interrupts)
+    process = subprocess.Popen(command, **pipes, text=True, start_new_session=True, preexec_fn=_take_interrupts)
     assert process.stdin and process.stdout and process.stderr
     process.stdin.write(f"{PROMPT}\n" * 500)
     process.stdin.close()
@@ -145,7 +145,7 @@ def test_ctrl_c_ends_with_130_and_leaves_no_process(pair: tuple[str, str]) -> No
     raise AssertionError("a process of the group is still alive")
 
 
-def _heed_interrupts() -> None:
+def _take_interrupts() -> None:
     """Tests in the background inherit that Ctrl-C is ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

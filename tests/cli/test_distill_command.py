@@ -209,7 +209,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unread")
-def test_a_folder_that_is_not_to_be_had_is_told_before_the_target_is_read(
+def test_a_folder_that_cannot_be_written_is_reported_before_the_target_is_loaded(
     command: Command, pair: tuple[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "training").mkdir()
@@ -234,7 +234,7 @@ def test_a_target_that_cannot_be_read_leaves_no_run_behind(
     assert distilled(command, pair[0], tmp_path, *SHORT, "--only-write").code == 0
 
 
-def test_material_of_nothing_is_refused_and_that_of_another_target_told(
+def test_empty_material_is_refused_and_that_of_another_target_reported(
     command: Command, pair: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     none, file = torch.zeros(0, dtype=torch.int64), tmp_path / "material-0.safetensors"

@@ -28,9 +28,9 @@ def test_a_problem_ends_with_1_and_says_what_to_do(
     said = " ".join(done.out.split())
     assert done.code == 1 and "problem Target: smollm2-135m is not here" in said and "specbranch models pull" in said
     again = command(*arguments, "--json")
-    told = json.loads(again.out)
-    assert again.code == 1 and told["well"] is False and told["best"] is None
-    assert {"level", "about", "said", "advice"} == told["findings"][0].keys()
+    printed = json.loads(again.out)
+    assert again.code == 1 and printed["well"] is False and printed["best"] is None
+    assert {"level", "about", "said", "advice"} == printed["findings"][0].keys()
 
 
 def test_colours_come_on_demand(

@@ -34,11 +34,11 @@ def test_a_target_agrees_with_itself_and_a_disturbed_copy_less(
 
 
 def test_the_table_says_the_same_as_the_json(command: Command, pair: tuple[str, str], prompts: str) -> None:
-    shown, told = (
+    shown, printed = (
         evaluated(command, *pair, prompts, "--limit", "2").out,
         json.loads(evaluated(command, *pair, prompts, "--limit", "2", "--json").out),
     )
-    assert f"top-1 agreement {told['top1']:.3f}, top-3 {told['top3']:.3f}" in shown
+    assert f"top-1 agreement {printed['top1']:.3f}, top-3 {printed['top3']:.3f}" in shown
     assert "2 prompts" in shown and "draft of 10:" in shown
 
 

@@ -62,8 +62,8 @@ def test_a_gguf_file_on_transformers_tells_what_is_missing(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("plain", "tiny")
 def test_tune_tells_what_is_missing_and_which_methods_need_it(command: Command, tmp_path: Path) -> None:
-    told = command("tune", "--profile", "c10", "--methods", "pearl,lookup", "--out", str(tmp_path / "tuned.json"))
-    assert told.code == 2 and "pip install 'specbranch[tune]'; or leave lookup out with --methods." in told.err
+    printed = command("tune", "--profile", "c10", "--methods", "pearl,lookup", "--out", str(tmp_path / "tuned.json"))
+    assert printed.code == 2 and "pip install 'specbranch[tune]'; or leave lookup out with --methods." in printed.err
 
 
 @pytest.mark.usefixtures("plain")
@@ -76,28 +76,28 @@ def test_a_bench_that_tunes_tells_what_is_missing_before_anything_is_loaded(comm
         "--out",
         str(tmp_path / "out"),
     )
-    told = command("bench", "run", *models, "--methods", "lookup")
-    assert told.code == 2 and "pip install 'specbranch[tune]'; or give --no-tune." in told.err
+    printed = command("bench", "run", *models, "--methods", "lookup")
+    assert printed.code == 2 and "pip install 'specbranch[tune]'; or give --no-tune." in printed.err
     for untuned in (("--methods", "lookup", "--no-tune"), ("--methods", "speculative")):
-        told = command("bench", "run", *models, *untuned)
-        assert told.code == 2 and "There is no model at" in told.err
+        printed = command("bench", "run", *models, *untuned)
+        assert printed.code == 2 and "There is no model at" in printed.err
 
 
 @pytest.mark.usefixtures("plain")
 def test_a_bench_of_transformers_on_a_gguf_file_tells_what_is_missing(command: Command, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     target = ("--target", str(tmp_path / "model.gguf"), "--out", str(tmp_path / "out"))
-    told = command("bench", "run", *target, "--methods", "hf-generate", "--no-tune")
-    assert told.code == 2 and "pip install 'specbranch[transformers]'; or leave hf-generate," in told.err
+    printed = command("bench", "run", *target, "--methods", "hf-generate", "--no-tune")
+    assert printed.code == 2 and "pip install 'specbranch[transformers]'; or leave hf-generate," in printed.err
 
 
 @pytest.mark.usefixtures("plain")
 def test_a_bench_of_llamacpp_tells_what_is_missing(command: Command, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     target = ("--target", str(tmp_path / "model.gguf"), "--out", str(tmp_path / "out"))
-    told = command("bench", "run", *target, "--methods", "llamacpp", "--no-tune")
-    assert told.code == 2 and "needs xllamacpp, which is not installed." in told.err
-    assert "pip install 'specbranch[llamacpp]'; or leave llamacpp, llamacpp-ngram out" in told.err
+    printed = command("bench", "run", *target, "--methods", "llamacpp", "--no-tune")
+    assert printed.code == 2 and "needs xllamacpp, which is not installed." in printed.err
+    assert "pip install 'specbranch[llamacpp]'; or leave llamacpp, llamacpp-ngram out" in printed.err
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def test_what_is_no_number_never_agrees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "printed"),
     [
         (["--shape", "7x"], "Unknown shape '7x'. Did you mean '7b'"),
         (["--layers", "1", "--hidden", "16"], "hidden 16 of at least 32, layers 1 of at least 2"),
@@ -102,10 +102,10 @@ def test_what_is_no_number_never_agrees() -> None:
     ],
 )
 def test_mistakes_are_sentences(
-    options: list[str], told: str, pair: tuple[str, str], out: Path, command: Command
+    options: list[str], printed: str, pair: tuple[str, str], out: Path, command: Command
 ) -> None:
     done = command("inflate", pair[0], "--out", str(out), "--device", "cpu", *options)
-    assert done.code == 2 and told in done.err and "Traceback" not in done.err
+    assert done.code == 2 and printed in done.err and "Traceback" not in done.err
     assert not out.exists()
 
 

@@ -51,9 +51,9 @@ def test_draft_eval_takes_a_pair(command: Command, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{PROMPT}\nSmile\n")
     given = ("draft-eval", "--prompts", str(prompts), *SMALL, "--json")
-    told = json.loads(command(*given, "--pair", "tiny").out)
-    assert {"top1", "top3", "expected_length", "c"} <= told.keys() and len(told["expected_length"]) == 10
-    assert json.loads(command(*given).out)["top1"] == told["top1"]
+    printed = json.loads(command(*given, "--pair", "tiny").out)
+    assert {"top1", "top3", "expected_length", "c"} <= printed.keys() and len(printed["expected_length"]) == 10
+    assert json.loads(command(*given).out)["top1"] == printed["top1"]
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "draft-eval", "verify"])
@@ -67,7 +67,7 @@ def test_mistakes_with_a_pair_are_sentences(name: str, command: Command, tmp_pat
     assert both.code == 2 and "'tiny' was given together with target 'other'" in both.err
 
 
-def test_a_missing_draft_is_told_before_the_target_is_fetched(
+def test_a_missing_draft_is_reported_before_the_target_is_fetched(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(pairs, "IN_CHECKOUT", tmp_path)

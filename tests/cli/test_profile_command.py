@@ -39,18 +39,18 @@ def test_the_file_is_a_profile_that_a_clock_takes(chosen: list[str], tmp_path: P
 
 @pytest.mark.slow
 def test_the_json_holds_profile_and_check(chosen: list[str], tmp_path: Path, command: Command) -> None:
-    (told,) = command("profile", *chosen, "--out", str(tmp_path / "mine.json"), "--json").answers()
-    assert told["profile"] == json.loads((tmp_path / "mine.json").read_text())
-    assert [one["method"] for one in told["check"]] == list(CHECKED)
-    assert told["profile"]["overlap"] is False and len(told["profile"]["target"]) == 7
+    (printed,) = command("profile", *chosen, "--out", str(tmp_path / "mine.json"), "--json").answers()
+    assert printed["profile"] == json.loads((tmp_path / "mine.json").read_text())
+    assert [one["method"] for one in printed["check"]] == list(CHECKED)
+    assert printed["profile"]["overlap"] is False and len(printed["profile"]["target"]) == 7
 
 
 def test_a_profile_says_how_both_models_are_stored(chosen: list[str], tmp_path: Path, command: Command) -> None:
     file, weights = tmp_path / "mine.json", ("--weights", "int8", "--draft-weights", "int8", "--no-check")
     done = command("profile", *chosen, *weights, "--out", str(file))
-    told = json.loads(file.read_text())["provenance"]
-    assert told["weights"] == told["draft_weights"] == "int8"
-    assert f"{told['dtype']}, target in int8, draft in int8" in done.out
+    printed = json.loads(file.read_text())["provenance"]
+    assert printed["weights"] == printed["draft_weights"] == "int8"
+    assert f"{printed['dtype']}, target in int8, draft in int8" in done.out
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def test_a_bar_is_drawn_where_somebody_looks_and_lines_stay(
     assert shown.out == ""
 
 
-def test_where_nobody_looks_lines_alone_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_only_lines_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with counted() as bars:
         bars("Measuring the target", 1, 2)
         bars("Checking against the clock", 1, 3)

@@ -27,13 +27,13 @@ def test_colours_come_on_demand(models: list[str], command: Command) -> None:
 
 def test_the_summary_agrees_with_itself_on_both_kinds_of_clock(models: list[str], command: Command) -> None:
     for clock in ([], ["--clock", "c10"]):
-        (told,) = command("trace", PROMPT, *models, "--max-tokens", "16", "--json", *clock).answers()
-        assert told["modelled"] is bool(clock) and told["clock"] == (clock[1] if clock else "wall")
-        assert sum(one["emitted"] for one in told["rounds"]) == told["stats"]["tokens"] == 16
-        times = told["times"]
+        (printed,) = command("trace", PROMPT, *models, "--max-tokens", "16", "--json", *clock).answers()
+        assert printed["modelled"] is bool(clock) and printed["clock"] == (clock[1] if clock else "wall")
+        assert sum(one["emitted"] for one in printed["rounds"]) == printed["stats"]["tokens"] == 16
+        times = printed["times"]
         kinds = [times[f"{kind}_seconds"] for kind in ("both_at_work", "target_alone", "draft_alone", "neither")]
-        assert sum(kinds) == pytest.approx(times["decoding_seconds"]) and times["rounds"] == len(told["rounds"]) - 1
-        assert sum(sum(one["drafted"].values()) for one in told["rounds"]) == told["stats"]["drafted"]
+        assert sum(kinds) == pytest.approx(times["decoding_seconds"]) and times["rounds"] == len(printed["rounds"]) - 1
+        assert sum(sum(one["drafted"].values()) for one in printed["rounds"]) == printed["stats"]["drafted"]
 
 
 def test_a_modelled_clock_gives_the_same_answer_and_the_same_times_every_time(
@@ -66,9 +66,9 @@ def test_parts_of_the_planner_can_be_left_out(models: list[str], command: Comman
     assert refused.code == 2 and "Did you mean 'trees'" in refused.err
 
 
-def test_the_answer_is_short_unless_told(models: list[str], command: Command) -> None:
-    (told,) = command("trace", PROMPT, *models, "--json", "--ignore-eos").answers()
-    assert told["stats"]["tokens"] == 64
+def test_the_answer_is_short_by_default(models: list[str], command: Command) -> None:
+    (printed,) = command("trace", PROMPT, *models, "--json", "--ignore-eos").answers()
+    assert printed["stats"]["tokens"] == 64
 
 
 def test_plain_decoding_is_drawn_too(models: list[str], command: Command) -> None:

@@ -29,11 +29,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_pair_alone_gives_a_predictor_that_is_used(
     command: Command, pair: tuple[str, str], out: Path, models: list[str]
 ) -> None:
-    told = json.loads(trained(command, pair, out, *WRITING, *QUICK, "--json").out)
+    printed = json.loads(trained(command, pair, out, *WRITING, *QUICK, "--json").out)
     assert (
-        told["rounds"] > 20
-        and 0 <= told["accuracy"] <= 1
-        and set(told["rivals"]) >= {"H-RAD", "confidence", "last length", "hybrid"}
+        printed["rounds"] > 20
+        and 0 <= printed["accuracy"] <= 1
+        and set(printed["rivals"]) >= {"H-RAD", "confidence", "last length", "hybrid"}
     )
     about = Predictor.load(out).about
     assert (about.longest, about.layers, about.hidden, about.target) == (6, 2, 32, "target")
@@ -110,7 +110,7 @@ def test_material_with_sampled_answers_or_of_another_target_is_refused(
     assert other.code == 2 and "was written by target, not by" in other.err
 
 
-def test_a_predictor_that_nobody_heeds_is_told(command: Command, models: list[str]) -> None:
+def test_a_predictor_that_no_method_uses_is_reported(command: Command, models: list[str]) -> None:
     done = command("generate", *models, "--predictor", "somewhere", "--max-tokens", "3", "A branch")
     assert done.code == 0 and "only policy 'paper' heeds one" in done.err
 

@@ -47,7 +47,7 @@ def one_thread() -> None:
 
 
 def profile(folder: Path, draft: float, **more: Any) -> str:
-    """A profile in which a draft step costs so much of a target forward."""
+    """A profile in which a draft step costs some share of a target forward."""
     path = folder / "made.json"
     CostProfile(target=((1, 1.0), (32, 1.1)), draft=((1, draft),), **more).save(path)
     return str(path)
@@ -72,7 +72,7 @@ def test_what_is_written_is_what_generate_chat_and_llm_use(command: Command, ask
 
 
 @pytest.mark.slow
-def test_another_policy_is_told_and_written(command: Command, asked: list[str], tmp_path: Path) -> None:
+def test_another_policy_is_reported_and_written(command: Command, asked: list[str], tmp_path: Path) -> None:
     done = command(*asked, "--profile", profile(tmp_path, 0.01), "--methods", "specbranch:confidence", *SOME[2:])
     assert done.code == 0 and "Best: specbranch:confidence, predicted" in done.out
     written = SpeculativeConfig.from_file(tmp_path / "tuned.json")
@@ -94,15 +94,15 @@ def test_options_beside_a_config_win(command: Command, tmp_path: Path) -> None:
 def test_the_table_and_the_json_tell_the_same(command: Command, asked: list[str], tmp_path: Path) -> None:
     options = ("--profile", profile(tmp_path, 0.01), *SOME)
     table = command(*asked, *options).out
-    told = json.loads(command(*asked, *options, "--json").out)
-    assert [row["method"] for row in told["methods"]] == ["autoregressive", "speculative", "specbranch"]
+    printed = json.loads(command(*asked, *options, "--json").out)
+    assert [row["method"] for row in printed["methods"]] == ["autoregressive", "speculative", "specbranch"]
     assert (
-        told["methods"][0]["speedup"] == 1.0
-        and 1 < len(told["methods"][1]["tried"]) <= told["methods"][1]["looked_at"] <= 12
+        printed["methods"][0]["speedup"] == 1.0
+        and 1 < len(printed["methods"][1]["tried"]) <= printed["methods"][1]["looked_at"] <= 12
     )
-    best = max(told["methods"], key=lambda row: row["speedup"])
-    assert told["best"]["method"] == best["method"] and told["best"]["tuned_for"]["speedup"] == best["speedup"]
-    for row in told["methods"]:
+    best = max(printed["methods"], key=lambda row: row["speedup"])
+    assert printed["best"]["method"] == best["method"] and printed["best"]["tuned_for"]["speedup"] == best["speedup"]
+    for row in printed["methods"]:
         assert f"{row['speedup']:.2f}×" in next(line for line in table.split("\n") if line.startswith(row["method"]))
 
 
@@ -184,7 +184,7 @@ def test_a_config_for_models_side_by_side_says_so_where_they_take_turns(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "printed"),
     [
         ('{"method": "pearl", "max_branch": 3}', "Did you mean 'max_branches'"),
         ('{"tuned_four": {}}', "Unknown speculative setting 'tuned_four'"),
@@ -194,16 +194,16 @@ def test_a_config_for_models_side_by_side_says_so_where_they_take_turns(
     ],
 )
 def test_a_bad_config_is_refused_before_a_model_is_loaded(
-    text: str, told: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, printed: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specbranch.engine.LLM", None)
     (tmp_path / "bad.json").write_text(text)
     done = command("generate", "A branch", "--config", str(tmp_path / "bad.json"))
-    assert done.code == 2 and told in done.err
+    assert done.code == 2 and printed in done.err
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "printed"),
     [
         (["--methods", "specbranh"], "Did you mean 'specbranch'"),
         (["--methods", "hf-generate"], "Unknown method to tune"),
@@ -215,13 +215,13 @@ def test_a_bad_config_is_refused_before_a_model_is_loaded(
         (["--out", "."], "is a folder"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_fetched_or_loaded(
-    options: list[str], told: str, command: Command, asked: list[str], monkeypatch: pytest.MonkeyPatch
+def test_mistakes_are_reported_before_anything_is_fetched_or_loaded(
+    options: list[str], printed: str, command: Command, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specbranch.lab.bench.recorded_pair.RecordedPair.__init__", None)
     monkeypatch.setattr("specbranch.cli.progress.pulled", None)
     done = command(*asked, "--profile", "c10", *options)
-    assert done.code == 2 and told in done.err, done.err
+    assert done.code == 2 and printed in done.err, done.err
 
 
 def test_a_target_alone_needs_a_profile_and_methods_without_a_draft(

@@ -115,7 +115,7 @@ def test_a_text_forged_behind_a_near_tie_is_found(
 
 
 def test_a_second_near_tie_is_a_difference(command: Command, tied: Tied) -> None:
-    """Both tokens are tied at every place, as nothing else is likely."""
+    """Both tokens are tied at every position, and nothing else is likely."""
     bias = ("--logit-bias", f"{tied.said}:50", "--logit-bias", f"{tied.other}:50", "--frequency-penalty", "0")
     (answer,) = command("generate", PROMPT, "--target", tied.target, *MADE, *bias).answers()
     first, *_ = answer["token_ids"]
@@ -151,8 +151,8 @@ def test_a_forged_field_is_found_and_named(field: str, command: Command, plain: 
 
 def test_forged_log_probabilities_are_found(command: Command, plain: Answer) -> None:
     def changed(at: int, **entry: Any) -> Answer:
-        told = [*plain["logprobs"]]
-        return {**plain, "logprobs": [*told[:at], {**told[at], **entry}, *told[at + 1 :]]}
+        printed = [*plain["logprobs"]]
+        return {**plain, "logprobs": [*printed[:at], {**printed[at], **entry}, *printed[at + 1 :]]}
 
     one, (first, second) = plain["logprobs"][4]["logprob"], plain["logprobs"][4]["top"]
     forged = [

@@ -42,7 +42,7 @@ def test_serial_drafting_adds_its_steps_to_the_targets_forward() -> None:
     config = SpeculativeConfig(method="speculative", num_speculative_tokens=2)
     session, events = traced(config, SLOPES, case)
     spans = [(e.who, e.start, e.end) for e in events]
-    # Prefill side by side: the draft reads the prompt's two tokens in two steps of 2, the last one for its row; they
+    # Prefill side by side: the draft computes the prompt's two tokens in two steps of 2, the last one for its row. They
     # slow the target's 11 by 0.5 each. Then two draft steps of 2 (the target's token, the first drafted one), and a
     # forward over three rows.
     assert spans == [("draft", 0.0, 4.0), ("target", 0.0, 12.0), ("draft", 12.25, 16.25), ("target", 16.5, 28.5)]
@@ -151,7 +151,7 @@ def test_what_a_draft_takes_once_comes_before_its_first_step() -> None:
     [  # before a round of the target alone behind one of it, then behind a draft; and before a draft
         ("autoregressive", {"target target": 0.25}),
         ("speculative", {"draft target": 1.25, "target draft": 1.25}),
-        ("tree", {"draft target": 0.25, "target draft": 1.25}),  # the target verifies a tree where it has grown
+        ("tree", {"draft target": 0.25, "target draft": 1.25}),  # the target verifies a tree on the draft's device
         ("lookup", {"target target": 0.75}),
     ],
 )
@@ -190,7 +190,7 @@ def test_the_clock_knows_how_much_text_there_is() -> None:
     _, events = traced(
         SpeculativeConfig(method="autoregressive"), profile, Case((1, 2), 0.0, 0, Ending("four", max_tokens=4))
     )
-    assert [e.end - e.start for e in events] == [0.5, 1.0, 2.0, 3.0]  # the first reads the prompt, after nothing
+    assert [e.end - e.start for e in events] == [0.5, 1.0, 2.0, 3.0]  # the first is the prefill, behind nothing
 
 
 @pytest.mark.parametrize(("rows", "seconds"), [(0, 10.0), (1, 10.0), (4.5, 13.5), (8, 17.0), (10, 19.0)])

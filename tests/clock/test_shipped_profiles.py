@@ -71,7 +71,7 @@ def test_a_profile_of_another_pair_is_refused_by_whichever_model_differs() -> No
 
 
 def test_everything_a_profile_says_survives_its_file(tmp_path: Path) -> None:
-    told = CostProfile(
+    reported = CostProfile(
         target=((1, 2.0),),
         draft=((1, 1.0),),
         overlap=False,
@@ -81,5 +81,5 @@ def test_everything_a_profile_says_survives_its_file(tmp_path: Path) -> None:
         target_identity="t",
         provenance={"made": "today"},
     )
-    told.save(tmp_path / "told.json")
-    assert load_profile(tmp_path / "told.json") == told
+    reported.save(tmp_path / "told.json")
+    assert load_profile(tmp_path / "told.json") == reported

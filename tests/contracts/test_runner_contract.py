@@ -174,9 +174,9 @@ class Exercise:
         commit = min(commit, CONTEXT - len(held.prefix))
         nodes = self.with_others(held, path, commit)
         self.runner.keep(seq, nodes, commit)
-        place = {node: at for at, node in enumerate(nodes[commit:])}
+        renumbered = {node: at for at, node in enumerate(nodes[commit:])}
         held.prefix += [held.tokens[n] for n in nodes[:commit]]
-        held.parents = [place.get(held.parents[n], ROOT) for n in nodes[commit:]]
+        held.parents = [renumbered.get(held.parents[n], ROOT) for n in nodes[commit:]]
         held.tokens, held.rows = [held.tokens[n] for n in nodes[commit:]], [held.rows[n] for n in nodes[commit:]]
 
     def with_others(self, held: Held, path: list[int], commit: int) -> list[int]:
@@ -220,7 +220,7 @@ class Exercise:
         return [self.rng.randrange(min(self.runner.vocabulary, 4)) for _ in range(count)]
 
     def some_nodes(self, seq: int) -> Feed:
-        """A chain, several lanes or a tree, hung on any live nodes."""
+        """A chain, several lanes or a tree, below any live nodes."""
         held = self.held[seq]
         room = min(TAIL - len(held.tokens), CONTEXT - len(held.prefix) - len(held.tokens))
         count = min(self.rng.choice([1, 1, 2, 3, 6]), room)
@@ -292,7 +292,7 @@ class MovesNothing(ToyRunner):
 
 
 class SeesTheNodeBefore(ToyRunner):
-    """Masks by place rather than by ancestry."""
+    """Masks by KV slot rather than by ancestry."""
 
     def _feed(self, item: Feed) -> list[Logits]:
         states, start = self._states[item.seq], len(self._states[item.seq])

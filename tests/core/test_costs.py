@@ -93,7 +93,7 @@ def test_a_rehearsal_takes_no_token_for_granted_that_does_not_fit() -> None:
     assert not costs.knows_target
 
 
-def test_what_a_step_takes_longer_beside_the_target_is_told_apart() -> None:
+def test_the_slow_down_of_a_step_beside_the_target_is_learned_apart() -> None:
     """Steps of 2 alone take 4 beside it, and a target of 10 takes 1 more for each."""
     costs, on = LearnedCosts(), Context(5, (1,))
     grow, verify = Grow(on, NO_TREE, GROWTH), Verify(on)
@@ -108,7 +108,7 @@ def test_what_a_step_takes_longer_beside_the_target_is_told_apart() -> None:
     assert (costs.draft_slow_down, costs.slow_down) == (2.0, 1.0)
 
 
-def test_what_comes_once_for_all_steps_is_told_apart_from_them() -> None:
+def test_what_comes_once_for_all_steps_is_learned_apart_from_them() -> None:
     """Drafts of 2 and 8 steps take 5 + 2 n; beside the target a step takes 1 more."""
     costs, on = LearnedCosts(), Context(5, (1,))
     for _ in range(6):
@@ -160,7 +160,7 @@ def test_a_time_in_which_something_was_set_up_is_not_believed() -> None:
         for rows in (1, 16):
             verified(costs, rows, 1.0)
         grown(costs, (1, 1), 0.4)
-    verified(costs, 12, 1.0)  # the first of about so many rows is dropped anyway
+    verified(costs, 12, 1.0)  # the first of about as many rows is dropped anyway
     verified(costs, 13, 90.0)
     grown(costs, (13, 1, 1, 1), 0.8)
     grown(costs, (14, 1, 1, 1), 70.0)

@@ -24,8 +24,8 @@ def test_each_fate_has_its_names_and_what_is_thrown_away_its_reason() -> None:
     assert list(FATES) == [one.name for one in fields(Fates)] == list(FATE_NAMES)
     assert {fate for fate in FATES if FATE_NAMES[fate].reason} == set(THROWN_AWAY)
     for names in zip(*FATE_NAMES.values(), strict=True):
-        told = [name for name in names if name]
-        assert len(told) == len(set(told)), "two fates of one name"
+        reported = [name for name in names if name]
+        assert len(reported) == len(set(reported)), "two fates of one name"
     assert [Fates(**{fate: 1}).total for fate in FATES] == [1] * len(FATES)
 
 
@@ -48,7 +48,7 @@ def node(parent: int, sent: bool = False, fed: bool = True) -> Node:
     return Node(0, parent, 0.5, 0.5, 1, scored=fed, sent=sent)
 
 
-def test_a_tree_is_told_apart_by_what_was_sent_and_what_hangs_below_the_hit() -> None:
+def test_tokens_of_a_tree_are_counted_by_what_was_sent_and_what_is_below_the_hit() -> None:
     tree = Tree(
         (
             node(ROOT, sent=True),
@@ -60,8 +60,8 @@ def test_a_tree_is_told_apart_by_what_was_sent_and_what_hangs_below_the_hit() ->
             node(2),
         )
     )
-    told = tree_standings(tree, sent=[0, 1, 2], main_path=[0, 1], path=[0], hit=3)
-    assert told == ([1], [2], [6], [4], [3])  # rejected, sibling, lost, left, head
-    assert Settled(1, *map(len, told)).fates(ended=False) == Fates(rejected=1, siblings=1, losing=1)
-    assert Settled(1, *map(len, told)).fates(ended=True) == Fates(unused=5)
+    reported = tree_standings(tree, sent=[0, 1, 2], main_path=[0, 1], path=[0], hit=3)
+    assert reported == ([1], [2], [6], [4], [3])  # rejected, sibling, lost, left, head
+    assert Settled(1, *map(len, reported)).fates(ended=False) == Fates(rejected=1, siblings=1, losing=1)
+    assert Settled(1, *map(len, reported)).fates(ended=True) == Fates(unused=5)
     assert branch_points(tree) == {0, 2}

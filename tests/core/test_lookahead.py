@@ -137,7 +137,7 @@ def test_a_target_that_forgets_comes_to_its_own_ngrams_whatever_the_first_guesse
 
 
 @pytest.mark.parametrize("right", [8, 6, 3])
-def test_guesses_that_are_right_are_a_fixed_point_and_every_round_comes_one_place_further(right: int) -> None:
+def test_guesses_that_are_right_are_a_fixed_point_and_every_round_comes_one_position_further(right: int) -> None:
     """Of a law that depends on every token, so nothing else could bring about the target's own n-grams."""
     law, text = ToyLaw(vocabulary=30), [1, 5]
     truth = list(text)

@@ -77,7 +77,7 @@ def test_a_match_is_counted_as_far_as_it_goes() -> None:
             ngrams = Ngrams(text, 4)
             words, found = ngrams.find(3, behind)
             ends = [end for end in range(1, len(tokens)) if tokens[:end][-4:] == tokens[-4:]]
-            if ends and len(tokens) > 4:  # of the last four the latest place counts, however far the match goes
+            if ends and len(tokens) > 4:  # of the last four the latest position counts, however far the match goes
                 end = ends[-1]
                 far = next((n for n in range(end) if tokens[end - n - 1] != tokens[-n - 1]), end)
                 assert words == min(far, LONGEST_MATCH) and found[: len(tokens) - end] == tuple(tokens[end : end + 3])

@@ -46,7 +46,7 @@ def test_no_other_grant_promises_more(seed: int, costs: CostProfile) -> None:
     assert profit(offers, found, costs) == pytest.approx(best, abs=1e-9)
 
 
-def test_all_are_told_the_rows_of_the_whole_forward_and_what_its_time_is_worth() -> None:
+def test_all_sessions_learn_the_rows_of_the_whole_forward_and_what_its_time_is_worth() -> None:
     offers = row_offers(3, 6, MIXED)
     found = granted(offers, others=2)
     assert {grant.rows for grant in found.values()} == {8 + sum(grant.count for grant in found.values())}
@@ -93,7 +93,7 @@ def test_beside_others_that_draft_anyway_only_what_is_added_is_paid() -> None:
     assert not allowed({1: lanes(0.1, MIXED)}) and allowed({1: lanes(0.1, MIXED)}, others=4) == {1}
 
 
-def test_what_is_unread_for_long_is_paid_over_many_steps() -> None:
+def test_what_is_not_prefilled_for_long_is_paid_over_many_steps() -> None:
     assert not allowed({1: lanes(0.5, MIXED, uncomputed=60)})
     assert allowed({number: lanes(0.5, MIXED, uncomputed=60) for number in range(4)}) == set(range(4))
 
@@ -104,12 +104,12 @@ def test_steps_are_priced_by_what_a_second_is_worth_to_all_and_alone_by_the_sess
     assert let_draft({1: lanes(0.5, MIXED)})[1].steps == ()
 
 
-def test_one_that_is_alone_is_told_the_same_at_once() -> None:
-    rng, told = random.Random(3), set[bool]()
+def test_a_session_alone_learns_the_same_at_once() -> None:
+    rng, reported = random.Random(3), set[bool]()
     for costs in (FLAT, STEEP, MIXED) * 60:
         rate = rng.uniform(5.0, 900.0)
         gains = tuple(sorted((rng.random() for _ in range(rng.randint(1, 6))), reverse=True))
         offer = LaneOffer(gains, rng.choice([0, 1, 7]), rate, rng.uniform(0.5, 1.0) * rate, costs, 100)
         assert pays_alone(offer) == let_draft({4: offer})[4].may
-        told.add(pays_alone(offer))
-    assert told == {True, False}
+        reported.add(pays_alone(offer))
+    assert reported == {True, False}

@@ -80,7 +80,7 @@ RANKS = 3  # the top three bits: eight ranks
 
 
 def ranks(of: Keys, step: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Ranks of the noise at many places, and at the places one step further on."""
+    """Ranks of the noise at many positions, and at those one step further on."""
     seed, sample, position, token = step
     ids = np.arange(1, 9, dtype=np.int64)
     here = [mix(ids, of(s, 1, 1 + s % 5)) for s in range(SEEDS)]
@@ -89,7 +89,7 @@ def ranks(of: Keys, step: tuple[int, int, int, int]) -> tuple[np.ndarray, np.nda
 
 
 def winners(of: Keys, step: tuple[int, int, int, int]) -> tuple[list[int], list[int]]:
-    """Which of four equally likely tokens wins at many places, and at the places one step further on."""
+    """Which of four equally likely tokens wins at many positions, and at those one step further on."""
     seed, sample, position, token = step
     ids = np.arange(1, 5, dtype=np.int64)
     here = [int(mix(ids, of(s, 1, 1 + s % 5)).argmin()) for s in range(SEEDS)]
@@ -105,12 +105,12 @@ def test_noise_ranks_of_neighbours_are_independent(step: str) -> None:
 
 # a shifted row has tokens in common
 @pytest.mark.parametrize("step", [name for name, step in STEPS.items() if step[3] == 0])
-def test_tokens_drawn_at_neighbouring_places_are_independent(step: str) -> None:
+def test_tokens_drawn_at_neighbouring_positions_are_independent(step: str) -> None:
     assert independence(*winners(keys, STEPS[step])) > SOUND
 
 
 def additive(seed: int, sample: int, position: int) -> Key:
-    """Fault: seed and position are added, so the next seed repeats the noise one place earlier."""
+    """Fault: seed and position are added, so the next seed repeats the noise one position earlier."""
     return keys(seed + position, sample, 0)
 
 

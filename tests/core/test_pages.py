@@ -11,7 +11,7 @@ SIZE = 4
 
 
 def read(pool: Pool, text: list[int], chunk: int = SIZE) -> PrefilledPrompt:
-    """Read a prompt as a runner does, but for what is known of it."""
+    """Prefill a prompt as a runner does, except for what is cached of it."""
     prompt = PrefilledPrompt(PageTable(pool))
     held = prompt.recall(text, 0, chunk)
     prompt.table.reach(len(text))
@@ -34,7 +34,7 @@ def gone(*prompts: PrefilledPrompt) -> None:
         prompt.table.shrink(0)
 
 
-def test_whole_pieces_serve_every_text_that_begins_with_them_and_the_last_one_its_own_end() -> None:
+def test_whole_chunks_serve_every_text_that_begins_with_them_and_the_last_one_its_own_end() -> None:
     pool = Pool(20, SIZE)
     gone(read(pool, list(range(10))))
     assert known(pool, list(range(10))) == 10
@@ -45,7 +45,7 @@ def test_whole_pieces_serve_every_text_that_begins_with_them_and_the_last_one_it
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 6, 8, 16])
-def test_what_is_taken_ends_where_a_piece_and_a_page_end(chunk: int) -> None:
+def test_a_cached_prefix_ends_where_a_chunk_and_a_page_end(chunk: int) -> None:
     pool = Pool(40, SIZE)
     gone(read(pool, list(range(50)), chunk))
     for length in range(1, 70):
@@ -54,7 +54,7 @@ def test_what_is_taken_ends_where_a_piece_and_a_page_end(chunk: int) -> None:
     assert known(pool, list(range(64)), chunk) > 50 - 2 * max(chunk, SIZE) * (chunk if chunk in (3, 5) else 1)
 
 
-def test_the_pages_of_a_broken_piece_serve_nobody_who_goes_on() -> None:
+def test_the_pages_of_an_incomplete_chunk_serve_no_longer_prompt() -> None:
     pool = Pool(40, SIZE)
     gone(read(pool, list(range(30)), chunk=16))  # 16 and 14: pages 4 to 7 are of the broken chunk
     assert known(pool, list(range(40)), chunk=16) == 16
@@ -62,7 +62,7 @@ def test_the_pages_of_a_broken_piece_serve_nobody_who_goes_on() -> None:
     assert known(pool, list(range(30)), chunk=16) == 30
 
 
-def test_what_is_read_from_the_middle_of_a_piece_on_is_not_known() -> None:
+def test_what_is_prefilled_from_the_middle_of_a_chunk_on_is_not_cached() -> None:
     pool, text = Pool(40, SIZE), list(range(40))
     prompt = PrefilledPrompt(PageTable(pool))
     prompt.table.reach(40)

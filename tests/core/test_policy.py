@@ -119,7 +119,7 @@ def test_a_method_without_its_draft_says_what_to_do() -> None:
     assert find_method("lookup", has_draft=False) is METHODS["lookup"]
 
 
-def told(*hard: int) -> Signal:
+def hears(*hard: int) -> Signal:
     """A signal that is sure of a class, for drafts of 1, 2, … tokens."""
     return Signal(tuple(tuple(float(at == one) for at in range(3)) for one in hard))  # type: ignore[arg-type]
 
@@ -132,16 +132,16 @@ def heard(policy: Paper, *signals: Signal | None) -> Paper:
 
 def test_a_paper_policy_keeps_by_hard_signals_and_by_confidence_between_them() -> None:
     drafted = branch(0.9, 0.2, 0.9)
-    kept = {signal: heard(Paper(3, 0.5), told(0, 0, signal)).trim(drafted).tokens for signal in (NONE, SOME, ALL)}
+    kept = {signal: heard(Paper(3, 0.5), hears(0, 0, signal)).trim(drafted).tokens for signal in (NONE, SOME, ALL)}
     assert [len(kept[signal]) for signal in (NONE, SOME, ALL)] == [0, 1, 3]
     assert (
-        heard(Paper(3, 0.5), None).trim(drafted) == heard(Paper(3, 0.5), told(0, 0)).trim(drafted) == drafted.cut(0, 1)
+        heard(Paper(3, 0.5), None).trim(drafted) == heard(Paper(3, 0.5), hears(0, 0)).trim(drafted) == drafted.cut(0, 1)
     )
-    assert len(heard(Paper(3, 0.5, hrad=False), told(0, 0, ALL)).trim(drafted).tokens) == 1
+    assert len(heard(Paper(3, 0.5, hrad=False), hears(0, 0, ALL)).trim(drafted).tokens) == 1
 
 
 def test_a_paper_policy_drafts_nothing_where_nothing_would_be_taken_and_does_not_stop_where_all_would() -> None:
-    assert [heard(Paper(3, 0.5), told(0, 0, signal)).chain() for signal in (NONE, SOME, ALL)] == [
+    assert [heard(Paper(3, 0.5), hears(0, 0, signal)).chain() for signal in (NONE, SOME, ALL)] == [
         Plan(0),
         Plan(3, stop_below=0.5),
         Plan(3),
@@ -150,14 +150,14 @@ def test_a_paper_policy_drafts_nothing_where_nothing_would_be_taken_and_does_not
 
 def test_without_posterior_drafting_a_survivor_is_judged_by_the_signal_before_and_a_fresh_chain_is_not() -> None:
     drafted = branch(0.9, 0.2, 0.9)
-    signals = told(0, 0, ALL), told(0, 0, NONE)
+    signals = hears(0, 0, ALL), hears(0, 0, NONE)
     with_it, without = (heard(Paper(3, 0.5, posterior=posterior), *signals) for posterior in (True, False))
     assert [len(policy.inherit(drafted).tokens) for policy in (with_it, without)] == [0, 3]
     assert [len(policy.trim(drafted).tokens) for policy in (with_it, without)] == [0, 0]
 
 
 def test_a_survivor_is_judged_by_what_is_said_of_its_own_length() -> None:
-    policy = heard(Paper(3, 0.5), told(0, ALL, SOME))
+    policy = heard(Paper(3, 0.5), hears(0, ALL, SOME))
     assert len(policy.inherit(branch(0.9, 0.2)).tokens) == 2 and len(policy.trim(branch(0.9, 0.2, 0.9)).tokens) == 1
     assert policy.inherit(branch()).tokens == ()
 

@@ -1,4 +1,4 @@
-"""What of a grown tree is verified: the choice that a device can make is the one of planner and market."""
+"""Which nodes of a tree are verified: the choice that a device can make is that of planner and market."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_a_device_would_choose_is_what_is_granted(seed: int) -> None:
     assert sent(tree, foretold()) == sorted(candidates[: grant.count])
 
 
-def test_in_a_batch_and_without_trees_nothing_is_foretold() -> None:
+def test_in_a_batch_and_without_trees_nothing_is_forecast() -> None:
     costs = LearnedCosts()
     costs.count("target", 1, 0.01)
     planner = Planner(Experience(costs=costs))

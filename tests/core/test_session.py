@@ -43,7 +43,7 @@ def test_a_commit_follows_the_path_through_a_tree() -> None:
     assert made.output == [4, 6, 9]
 
 
-def test_the_head_of_a_kept_branch_is_told_apart() -> None:
+def test_the_head_of_a_kept_branch_is_recognised() -> None:
     made = session()
     made.commit((4,), Verdict((0,), 9), foreseen=True)
     assert made.origins == ["draft", "branch"]
@@ -116,7 +116,7 @@ def test_logprobs_stay_in_step_with_the_output() -> None:
     assert made.logprobs == list(logprobs[:2])
 
 
-def test_an_order_states_what_is_new_since_the_worker_was_last_told() -> None:
+def test_an_order_states_what_is_new_since_the_workers_last_order() -> None:
     made = session()
     assert made.verify().on == Context(0, (1, 2, 3))
     accept(made, chain(4, 5), 2, 6)
@@ -131,7 +131,7 @@ def test_an_order_states_what_is_new_since_the_worker_was_last_told() -> None:
     assert again.on == Context(6, (7,)), "what is pending never counts as told"
 
 
-def test_a_context_can_be_told_whole() -> None:
+def test_a_context_can_be_sent_whole() -> None:
     made = session()
     made.verify()
     accept(made, NOTHING, 0, 4)
@@ -147,7 +147,7 @@ def test_no_order_reaches_beyond_the_limit(max_tokens: int, pending: int, asked:
     assert (draft.plan.length if draft else None) == ordered
 
 
-def test_a_draft_may_be_told_to_read_only() -> None:
+def test_a_draft_may_be_ordered_to_prefill_only() -> None:
     draft = session(max_tokens=1).draft(Plan(0))
     assert draft
     assert draft.plan.length == 0

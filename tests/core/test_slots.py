@@ -1,5 +1,4 @@
-"""Slots against a list of lists: whatever is extended, grown, forked, truncated, committed and dropped, both tell
-the same."""
+"""Slots against a list of lists: after any sequence of operations both hold the same."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ class Node:
 
 
 class SlotsAgainstLists(RuleBasedStateMachine):
-    """Memory is a list of labels by place; moves are carried out on it as a runner would."""
+    """Memory is a list of labels by KV slot; moves are carried out on it as a runner would."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,9 +85,9 @@ class SlotsAgainstLists(RuleBasedStateMachine):
             if other not in chosen and (above == end or above in chosen[commit:]) and data.draw(st.booleans()):
                 chosen = sorted([*chosen, other])
         start, path = len(self.prefix), chosen
-        for source, place in self.slots.keep(path, commit):
-            assert place < source
-            self.memory[place] = self.memory[source]
+        for source, to in self.slots.keep(path, commit):
+            assert to < source
+            self.memory[to] = self.memory[source]
         kept = [self.nodes[n] for n in path]
         self.prefix += [n.sequence[-1] for n in kept[:commit]]
         self.labels += [n.label for n in kept[:commit]]
@@ -117,7 +116,7 @@ class SlotsAgainstLists(RuleBasedStateMachine):
         assert slots.sequence(ROOT) == self.prefix
         assert len(slots) == len(self.memory) == len(self.prefix) + len(self.nodes)
         assert slots.room == min(TAIL - len(self.nodes), CAPACITY - len(slots))
-        assert self.memory[: len(self.prefix)] == self.labels, "token i of the prefix lies at place i"
+        assert self.memory[: len(self.prefix)] == self.labels, "token i of the prefix lies in slot i"
         for index, node in enumerate(self.nodes):
             assert tuple(slots.sequence(index)) == node.sequence
             assert slots.position(index) == len(node.sequence) - 1
@@ -146,14 +145,14 @@ def test_a_branch_moves_behind_the_prefix_when_it_wins() -> None:
     assert slots.prefix == [5, 6, 9]
 
 
-def test_the_kept_part_of_a_line_becomes_a_chain() -> None:
+def test_the_kept_part_of_a_path_becomes_a_chain() -> None:
     slots = grown()
     slots.grow([4, 3], [2, 3])
     assert slots.keep([2, 3, 4], 1) == [(4, 2), (5, 3), (6, 4)]
     assert (slots.tokens, slots.parents) == ([4, 3], [ROOT, 0])
 
 
-def test_rejected_nodes_free_their_places() -> None:
+def test_rejected_nodes_free_their_kv_slots() -> None:
     slots = grown()
     slots.keep([], 0)
     assert slots.room == 8
@@ -174,7 +173,7 @@ def test_a_parent_that_does_not_exist_is_refused_and_nothing_is_added(parent: in
 
 
 @pytest.mark.parametrize("path", [[1], [2, 1], [0, 2], [0, 0]])
-def test_a_path_that_is_no_line_is_refused_and_nothing_is_dropped(path: list[int]) -> None:
+def test_nodes_that_are_no_path_are_refused_and_nothing_is_dropped(path: list[int]) -> None:
     slots = grown()
     with pytest.raises(ValueError, match=r"is no child of|in ascending order"):
         slots.keep(path, 1)
@@ -213,7 +212,7 @@ def test_a_broken_invariant_is_noticed() -> None:
         slots.check()
 
 
-def test_the_depth_is_that_of_the_longest_line() -> None:
+def test_the_depth_is_that_of_the_longest_path() -> None:
     slots = Slots(40)
     slots.extend([1, 2])
     assert slots.depth == 0

@@ -48,8 +48,8 @@ def test_plain_decoding_is_not_tried_where_it_cannot_be_faster() -> None:
 def test_a_trial_that_is_far_behind_ends_early_and_a_close_one_does_not() -> None:
     for rate, rounds in ((0.6, ENOUGH), (0.95, TRIAL[False])):
         ways = shares(Stance(), 3000, rate)
-        begun = BEGINNING + TRIAL[True] + SPAN  # planned, then plain on trial, then plain as it was better
-        again = begun + ways[begun:].index(False)
+        settled = BEGINNING + TRIAL[True] + SPAN  # planned, then plain on trial, then plain as it was better
+        again = settled + ways[settled:].index(False)
         assert ways[again:].index(True) == rounds + LEFT_OUT
 
 

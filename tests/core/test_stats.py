@@ -30,7 +30,7 @@ def test_a_verdict_splits_the_pending_chain() -> None:
     stats.check()
 
 
-def test_a_round_in_which_the_main_line_was_rejected_counts_once_wherever_it_was() -> None:
+def test_a_round_in_which_the_main_path_was_rejected_counts_once_wherever_it_was() -> None:
     stats = Stats(emitted=13)
     for pending, good, kept in ((4, 4, True), (4, 1, False), (4, 4, False), (0, 0, False)):
         branch = chain(2, after=pending)
@@ -145,13 +145,14 @@ def test_time_is_the_drafts_the_targets_both_ones_or_the_hosts() -> None:
         (None, None),
     ):
         stats.clock(spans(draft, target))
-    told = stats.summary()
+    figures = stats.summary()
     assert (stats.draft_busy, stats.target_busy) == (4.0, 6.0)
-    assert told["both_busy_seconds"] == 1.5 and told["rounds_overlapped"] == 2
-    assert told["host_seconds"] == 1.5 and told["draft_idle_seconds"] == 6.0 and told["target_idle_seconds"] == 4.0
+    assert figures["both_busy_seconds"] == 1.5 and figures["rounds_overlapped"] == 2
+    assert figures["host_seconds"] == 1.5
+    assert figures["draft_idle_seconds"] == 6.0 and figures["target_idle_seconds"] == 4.0
 
 
-NOT_TOLD = {"rounds_all_accepted", "rounds_rejected_inside"}  # by a summary
+NOT_SHOWN = {"rounds_all_accepted", "rounds_rejected_inside"}  # by a summary
 AT_HAND = {"started", "_lost", "_rejected"}  # a summary's clock begins at 0, and no round is going on
 
 
@@ -175,11 +176,11 @@ def busy() -> Stats:
 
 
 def test_what_a_summary_tells_comes_back() -> None:
-    stats, told = busy(), busy().summary()
-    back = Stats.from_summary(told)
-    assert back.summary() == told
+    stats, figures = busy(), busy().summary()
+    back = Stats.from_summary(figures)
+    assert back.summary() == figures
     forgotten = {one.name for one in fields(Stats) if getattr(back, one.name) != getattr(stats, one.name)}
-    assert forgotten == NOT_TOLD, "a field that a summary tells is missing in from_summary, or the other way round"
+    assert forgotten == NOT_SHOWN, "a field that a summary has is missing in from_summary, or the other way round"
 
 
 def test_requests_add_up_field_by_field_and_their_first_tokens_are_not_decoded() -> None:
@@ -202,8 +203,8 @@ def test_a_longer_chain_is_added_position_by_position() -> None:
 
 
 def test_what_earlier_versions_did_not_tell_is_nothing() -> None:
-    told = {"tokens": 5, "ttft_seconds": 1.0, "decode_seconds": 2.0}
-    assert Stats.from_summary(told) == Stats(emitted=5, first_token=1.0, finished=3.0)
-    assert Stats.from_summary({**told, "tested_by_position": [4]}).tested_at == [], (
+    figures = {"tokens": 5, "ttft_seconds": 1.0, "decode_seconds": 2.0}
+    assert Stats.from_summary(figures) == Stats(emitted=5, first_token=1.0, finished=3.0)
+    assert Stats.from_summary({**figures, "tested_by_position": [4]}).tested_at == [], (
         "of no use without what was accepted"
     )

@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: what grows, what is read next, what is left after a verdict."""
+"""Trees of drafted tokens: how they are extended, what is computed next, what is left after a verdict."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_nodes_by_reach_hold_their_parents(shape: list[tuple[int, float, bool]],
 
 
 @given(TREES)
-def test_what_hangs_below_a_node_is_a_tree_again(shape: list[tuple[int, float, bool]]) -> None:
+def test_what_is_below_a_node_is_a_tree_again(shape: list[tuple[int, float, bool]]) -> None:
     tree = made(shape)
     for root, base in enumerate(tree.nodes):
         part = below(tree, root)

@@ -209,7 +209,7 @@ def proposal(tokens: tuple[int, ...]) -> Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Children of every inner node: so many drawn without replacement, then so many of the likeliest others."""
+    """Children of every inner node: some drawn without replacement, then some of the likeliest others."""
 
     sampled: int
     fixed: int

@@ -1,5 +1,5 @@
-"""What is read aside of a verification is never taken, changes no verdict, and is told as the target itself would go
-on there."""
+"""Rows that a verification computes aside are never accepted, change no verdict, and give the target's own
+continuation there."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def judged(verifier: Verifier, order: Verify) -> tuple[tuple[int, ...], int, tup
 
 def goes_on(tokens: tuple[int, ...], request: Request) -> int:
     """What the target says after some tokens, from its law and its variates alone."""
-    row, place = law().logits_of(tokens), (request.seed, request.sample, len(tokens))
+    row, draw = law().logits_of(tokens), (request.seed, request.sample, len(tokens))
     if request.by_ratio:
-        return ListLaw(shaped(row, request.params.temperature)).draw(noise.uniform(*place, "own"))
-    perturb = [0.0] * len(row) if request.greedy else noise.gumbel_row(*place, len(row))
+        return ListLaw(shaped(row, request.params.temperature)).draw(noise.uniform(*draw, "own"))
+    perturb = [0.0] * len(row) if request.greedy else noise.gumbel_row(*draw, len(row))
     scores = [x / (request.params.temperature or 1.0) + g for x, g in zip(row, perturb, strict=True)]
     return scores.index(max(scores))
 
@@ -55,8 +55,8 @@ def some_aside(rng: random.Random, count: int = 12) -> Aside:
     )
 
 
-def line(aside: Aside, node: int) -> tuple[int, ...]:
-    return () if node == ROOT else (*line(aside, aside.parents[node]), aside.tokens[node])
+def path_to(aside: Aside, node: int) -> tuple[int, ...]:
+    return () if node == ROOT else (*path_to(aside, aside.parents[node]), aside.tokens[node])
 
 
 def some_order(rng: random.Random, text: tuple[int, ...], request: Request) -> Verify:
@@ -70,15 +70,15 @@ def some_order(rng: random.Random, text: tuple[int, ...], request: Request) -> V
 
 
 @pytest.mark.parametrize(("temperature", "rule"), RULES)
-def test_it_is_told_as_the_target_goes_on_and_changes_no_verdict(temperature: float, rule: Rule) -> None:
+def test_a_forecast_comes_with_the_targets_rounds_and_changes_no_verdict(temperature: float, rule: Rule) -> None:
     rng, taken = random.Random(1), 0
     for seed in range(40):
         text = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 4, 40))))
         request = request_of(temperature, rule, seed, text)
         order, aside = some_order(rng, text, request), some_aside(rng)
-        path, token, told = judged(opened(request), replace(order, aside=aside))
+        path, token, reported = judged(opened(request), replace(order, aside=aside))
         assert (path, token, ()) == judged(opened(request), order)
-        assert told == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.guessed)
+        assert reported == tuple(goes_on((*text, *path_to(aside, node)), request) for node in aside.guessed)
         taken += len(path)
     assert taken > 10
 
@@ -104,5 +104,5 @@ def test_a_tail_full_of_guesses_leaves_room_for_tokens_that_were_lost() -> None:
     text = tuple(token % VOCABULARY for token in range(3 * UNCOMPUTED_AT_ONCE))
     request = request_of(0.8, "match", 5, text[:2])  # the rest are steps, read again
     aside = Aside((1,) * (TAIL - 1), tuple(range(ROOT, TAIL - 2)), (0, TAIL - 2))
-    told = judged(opened(request), Verify(Context(0, text), aside=aside))[2]
-    assert told == tuple(goes_on((*text, *line(aside, node)), request) for node in aside.guessed)
+    reported = judged(opened(request), Verify(Context(0, text), aside=aside))[2]
+    assert reported == tuple(goes_on((*text, *path_to(aside, node)), request) for node in aside.guessed)

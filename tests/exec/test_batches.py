@@ -206,7 +206,7 @@ def test_finished_sessions_hold_nothing() -> None:
 
 
 @pytest.mark.parametrize("method", ["speculative", "pearl", "confidence", "tree"])
-def test_a_draft_that_forgot_one_session_is_told_it_anew_and_the_others_keep_what_they_have(method: str) -> None:
+def test_a_draft_that_forgot_one_session_gets_it_anew_and_the_others_keep_what_they_have(method: str) -> None:
     executor = Serial(small_verifier(), make_drafter(0.0))
     loop = Loop(executor)
     requests = [(Case((seed, 1), 0.7, seed, LONG), config_of(method, "match")) for seed in range(3)]

@@ -79,7 +79,7 @@ def test_whatever_a_sound_worker_drafts_passes(rule: str) -> None:
         for order in (draft, grow, Prefill(on, 2)):
             made = drafter.draft({session: order})
             Asked({session: order}, by_ratio, VOCABULARY).check_round(made, NOW)
-            if isinstance(tree := made[session], Tree):  # and grown on
+            if isinstance(tree := made[session], Tree):  # and extended further
                 again = replace(grow, tree=tree)
                 Asked({session: again}, by_ratio, VOCABULARY).check_round(drafter.draft({session: again}), NOW)
 

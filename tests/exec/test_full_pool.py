@@ -73,7 +73,7 @@ def test_equal_prompts_share_a_pool_that_has_room_for_one(length: int, method: s
 
 
 def requests(rng: random.Random, count: int, names: Sequence[str]) -> list[tuple[Case, SpeculativeConfig]]:
-    """Requests of some methods, most of which begin alike."""
+    """Requests of some methods, most of which share a prefix."""
     asked: list[tuple[Case, SpeculativeConfig]] = []
     for at in range(count):
         beginning = BEGINNING[: rng.choice((3, 7, 7, 9, 9, 30))]
@@ -158,7 +158,7 @@ def test_copies_of_shared_pages_do_not_count_as_free() -> None:
     assert target.pool.free == 2 and target.kv_slots_free == 2 * 8
 
 
-def test_places_are_counted_in_whole_pages() -> None:
+def test_kv_slots_are_counted_in_whole_pages() -> None:
     kv_slots = KVSlots("target", 64, 64, page=8)
     assert [kv_slots.missing(length) for length in (0, 1, 8, 9)] == [0, 8, 8, 16]
     assert [kv_slots.missing(9, held) for held in (0, 1, 8, 9)] == [16, 8, 8, 0]

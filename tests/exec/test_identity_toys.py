@@ -1,7 +1,7 @@
 """Every method on every executor gives, token for token, what plain decoding gives with the same seed.
 
 Thousands of runs on toys whose law depends on every token. Each cell (method × executor × temperature) also proves that
-it was hard enough: it counts branch hits on other heads, rejections inside chains, whole chains accepted, and ends
+it was hard enough. It counts branch hits on other heads, rejections inside chains, whole chains accepted, and ends
 inside accepted blocks.
 """
 
@@ -194,8 +194,8 @@ SAMPLED = [CELLS[number] for number in covering(CELLS)]
 
 
 def case(seed: int, temperature: float, vocabulary: int = VOCABULARY) -> Case:
-    # The prompt varies by more than the seed, or all greedy runs would be one; some prompts are longer than what is
-    # read row by row.
+    # The prompt varies by more than the seed, or all greedy runs would be one. Some prompts are longer than what is
+    # computed row by row.
     prompt = tuple((seed * 7 + i * i) % vocabulary for i in range(3 + seed % 4 * 9))
     return Case(
         (*prompt, seed % vocabulary, seed // vocabulary % vocabulary), temperature, seed, ENDINGS[seed % len(ENDINGS)]
@@ -225,7 +225,7 @@ def executor_of() -> Iterator[Callable[[str, float, int], Executor]]:
                 return virtual_clock(drift, vocabulary)
             if kind.startswith("streams"):
                 return streams(drift, vocabulary)
-            # An instant target would be done before the draft has begun, and no branch would grow.
+            # An instant target would be done before the draft has started, and no branch would be drafted.
             seconds = (0.001, 0.00005) if kind.endswith("until target") else (0.0, 0.0)
             return child(drift, vocabulary, *seconds)
 
@@ -391,7 +391,7 @@ def test_under_ratio_another_seed_gives_another_output() -> None:
 
 
 class CountingDrafter(Drafter):
-    """Counts how often it had to be told a whole sequence."""
+    """Counts how often it was sent a whole sequence."""
 
     sent_whole = 0
 
@@ -416,7 +416,7 @@ def test_a_draft_with_a_shorter_context_only_stops_helping() -> None:
 
 
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl", "confidence", "tree", "specbranch"])
-def test_a_draft_that_lost_nothing_is_never_told_a_whole_sequence(method: str) -> None:
+def test_a_draft_that_lost_nothing_is_never_sent_a_whole_sequence(method: str) -> None:
     draft = CountingDrafter(ToyRunner(law(0.3)))
     for seed in range(4):
         decode(Serial(make_verifier(), draft), case(seed, 0.7), CONFIGS[method], experience=Timeless(PROFILE))

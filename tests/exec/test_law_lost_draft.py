@@ -1,7 +1,7 @@
 """Under the ratio rule a draft that fails in mid-request leaves the target's joint law as it is, on either executor.
 
-What comes before and behind the failure is held exactly by `test_streams`; here it is the round of the failure, whose
-pending chain has lost the draft that went on behind it. A planted fault in that very round is caught.
+`test_streams` holds exactly what comes before and behind the failure. Here it is the round of the failure, whose
+pending chain has lost the draft behind it. A planted fault in that very round is caught.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ pytestmark = pytest.mark.slow
 LENGTH = 4  # tokens of the joint window
 MOST = 8  # of an answer: behind the window there is still something to draft, so a chain is pending in it
 SEEDS = 2000
-STEPS = 7  # the draft fails at one of so many
+STEPS = 7  # the draft fails at one of these steps
 ENOUGH = 200
 
 
 class FailsOnce(ToyRunner):
-    """A draft that fails at a step it is told."""
+    """A draft that fails at a given step."""
 
     left = 0
 

@@ -269,9 +269,8 @@ class ShyAfterLongLoss(Confidence):
 
 @pytest.mark.slow
 def test_policy_may_learn_from_how_many_tokens_were_voided() -> None:
-    # The draft's first token is 0 and mostly rejected. Its second, and whether a third follows, hang on the variate of
-    # that place, which draws again after the correction to 1: shyness then goes with the token that would have been
-    # proposed.
+    # The draft's first token is 0 and mostly rejected. Its second token, and if a third follows, depend on the variate
+    # of that position. The same variate draws again after the correction to 1, so shyness would go with the token.
     target = ScriptedLaw(vocabulary=2, zero_after=(((), 0.1), ((1,), 0.7)))
     draft = ScriptedLaw(vocabulary=2, zero_after=(((), 0.9), ((0,), 0.7), ((0, 0), 0.99), ((1,), 0.7)))
     case = Case("speculative", pair=Pair(target, draft), make=lambda: ShyAfterLongLoss(3, 0.6))

@@ -60,9 +60,9 @@ def test_nobody_waits_for_bytes_while_a_whole_message_is_there(ends: tuple[Link,
     link, other = ends
     other.sendall(framed(b"answer"))
     link.pump(HANG)
-    begun = time.monotonic()
+    started_at = time.monotonic()
     link.pump(HANG)
-    assert time.monotonic() - begun < HANG / 2
+    assert time.monotonic() - started_at < HANG / 2
     assert link.take() == b"answer"
 
 

@@ -387,7 +387,7 @@ def test_reading_beside_the_target_has_to_bring_more_than_beginning_with_the_ver
         growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
         grant = granted({number: planner.row_offer(growing.tree(), [0]) for number in range(batch_size)})[0]
         found.append(planner.plan_draft_during_verify(growing.tree(), grant) is not None)
-    # in a batch nothing is begun with a verdict, so nothing is lost
+    # in a batch nothing is launched with a verdict, so nothing is lost
     assert found == [True, True, batch_size > 1]
 
 
@@ -425,13 +425,13 @@ BEGINS_AHEAD = replace(TEN, asking=0.0005)
 
 
 def test_a_round_that_sends_nothing_may_have_the_draft_work_beside_it() -> None:
-    """What is begun with a verdict comes before that only where looked-up text is sent."""
+    """A step launched with a verdict comes before drafting only where looked-up text is sent."""
     planner = Planner(Experience(BEGINS_AHEAD))
     planner.begin(10)
     growing = GrowingTree(NO_TREE)
     growing.graft((5, 6, 7), 4, planner.insight.chances())
     assert planner.launches_lookup(growing.tree(), [0, 1]) and not planner.launches_lookup(NO_TREE, [])
-    assert not Planner(Experience(TEN)).launches_lookup(growing.tree(), [0, 1]), "nothing is begun with a verdict there"
+    assert not Planner(Experience(TEN)).launches_lookup(growing.tree(), [0, 1]), "nothing is launched with a verdict there"
 
 
 @pytest.mark.parametrize("step", [0.0001, 0.1])

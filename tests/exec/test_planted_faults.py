@@ -1,6 +1,6 @@
 """The identity tests can fail: each planted off-by-one is found by them.
 
-A fault on the target's side changes the output. One on the draft's side cannot, under the match rule; it shows as a
+A fault on the target's side changes the output. Under the match rule a fault on the draft's side cannot. It shows as a
 rejection of a draft that has the target's own law and noise.
 """
 
@@ -59,7 +59,7 @@ class MovesNothing(ToyRunner):
 
 
 class SeesTheNodeBefore(ToyRunner):
-    """Masks by place rather than by ancestry: a lane sees its neighbour. On chains there is no difference."""
+    """Masks by KV slot rather than by ancestry: a lane sees its neighbour. On chains there is no difference."""
 
     def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         return [self._chained(item) for item in work]
@@ -96,7 +96,7 @@ class PositionOffByOne(ToyRunner):
 
 
 class PlaceForPosition(ToyRunner):
-    """Takes a node's place in the cache for its position in the sequence; on chains they are equal."""
+    """Takes a node's KV slot for its position in the sequence; on chains they are equal."""
 
     def spot(self, seq: int, node: int, ask: Ask | None = None) -> Spot:
         return super().spot(seq, node, ask)._replace(position=len(self.slots(seq).prefix) + node + 1)
@@ -157,7 +157,7 @@ class AcceptsOneTooMany(ToyRunner):
 
 
 def pair(runner: type[ToyRunner], worker: type[Worker], of_draft: bool) -> Serial:
-    """A pair of which one model has a fault: a draft that else is perfect, or a target beside a weak draft, with
+    """A pair with a fault in one model: in a draft that is otherwise perfect, or in a target beside a weak draft, with
     much to roll back."""
     faulty = type("Faulty", (worker, Drafter if of_draft else Verifier), {})(runner(law()))
     if of_draft:

@@ -1,5 +1,7 @@
-"""A draft process that hangs, lies or is slow costs its requests the draft and nothing else: every answer is complete
-and identical, and nobody waits for long."""
+"""A draft process that hangs, lies or is slow costs its requests the draft and nothing else.
+
+Every answer is complete and identical, and nobody waits for long.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +220,7 @@ def test_a_child_that_answers_nonsense_is_lost_and_the_request_is_not(how: str, 
 def test_while_a_child_hangs_everybody_goes_on(how: str, method: str, tmp_path: Path) -> None:
     hangs = recipe(make_liar_once, notes=str(tmp_path / "started"), how=how)
     executor, _ = executor_with(hangs, PATIENT)
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with closing(executor):
         loop = Loop(executor)
         runs = [join(loop, name, seed) for seed, name in enumerate((method, "autoregressive", method))]
@@ -227,7 +229,7 @@ def test_while_a_child_hangs_everybody_goes_on(how: str, method: str, tmp_path: 
         assert executor.restarts == 0
     assert [answer(session) for session, _ in runs] == [plainly(case, law()) for _, case in runs]
     assert runs[0][0].stats.rounds_without_draft > 100
-    assert time.monotonic() - begun < HANG
+    assert time.monotonic() - started_at < HANG
 
 
 @pytest.mark.parametrize("how", tiered(HANGS, ("half",).__contains__))
@@ -313,13 +315,13 @@ def test_a_long_prompt_for_a_child_that_does_not_read_holds_up_nobody(tmp_path: 
     prompt = [rng.randrange(100, 1000) for _ in range(PROMPT)]
     target = Verifier(SlowRunner(law(), context_length=2 * PROMPT))
     expected = answered(Serial(target), prompt, "autoregressive").output
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with closing(Process(target, recipe(make_deaf_once, notes=str(tmp_path / "started")), HASTY)) as executor:
         session = answered(executor, prompt, "pearl")
         assert session.output == expected
         assert session.stats.rounds_without_draft > 0
         assert executor.restarts >= 1
-    assert time.monotonic() - begun < HANG
+    assert time.monotonic() - started_at < HANG
 
 
 class SlowOnce(SlowRunner):

@@ -208,13 +208,13 @@ def lose(executor: Process) -> None:
 
 def started_at(executor: Process, clock: HandClock, seconds: int, started: Callable[[], int]) -> list[float]:
     """The seconds at which new children were started while a clock moves on; each is left time to fail."""
-    begun, found = clock.time, list[float]()
+    first, found = clock.time, list[float]()
     for _ in range(seconds):
         clock.time += 1.0
         before = started()
         ask(executor)
         if executor.child_pid or started() > before:
-            found.append(clock.time - begun)
+            found.append(clock.time - first)
             ask_until(executor, lambda: executor.child_pid is None)
     return found
 
@@ -229,8 +229,8 @@ def begin(
 
 
 def started(session: Session, method: str, rule: Rule = "match", until_target: bool = False) -> MethodRounds:
-    """Begin a session by a method's name; `confidence` is specbranch by that policy, `wandering` one that grows
-    trees without a reason."""
+    """Start a session by a method's name. `confidence` is specbranch by that policy; `wandering` extends trees at
+    random."""
     if method == "wandering":
         return wandering(session)
     policy: PolicyName | None = "confidence" if method == "confidence" else None
@@ -320,7 +320,7 @@ def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> Non
 
 
 @pytest.mark.slow
-def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_is_done() -> None:
+def test_only_a_new_child_gets_an_order_twice_and_then_also_that_the_target_is_done() -> None:
     target = Target()
     with closing(Overheard(Verifier(target), drafter_recipe(DRIFT))) as executor:
         loop, session, case = begin(executor, "pearl", 4, until_target=True)

@@ -85,21 +85,21 @@ def test_lanes_go_on_until_the_verdicts_are_made_not_only_until_the_forward_is_l
     assert len(reports.branches[0].tokens) >= ENOUGH
 
 
-def test_heads_are_told_together_also_where_a_session_has_none() -> None:
+def test_heads_are_sent_together_also_where_a_session_has_none() -> None:
     drafter = Drafter(ToyRunner(law(0.1), context_length=20))
-    told: list[dict[int, Branch]] = []
+    reported: list[dict[int, Branch]] = []
     plan = Plan(4, ((0, 1),), heads="sampled", until="target")
     for session in (0, 1):
         drafter.open(session, request("ratio"))
     made = drafter.draft(
-        {0: Draft(Context(0, (1, 2)), plan), 1: Draft(Context(0, (1,) * 30), plan)}, announce=told.append
+        {0: Draft(Context(0, (1, 2)), plan), 1: Draft(Context(0, (1,) * 30), plan)}, announce=reported.append
     )
-    assert [heads.keys() for heads in told] == [{0}]
-    assert made[0][0].tokens[0] == told[0][0].tokens[0] and made[1] == ()
+    assert [heads.keys() for heads in reported] == [{0}]
+    assert made[0][0].tokens[0] == reported[0][0].tokens[0] and made[1] == ()
 
 
 def whole(message: Work) -> set[int]:
-    """The sessions that are told everything."""
+    """The sessions that are sent whole."""
     return {session for session, order in message.orders.items() if order.on.base == 0}
 
 
@@ -133,7 +133,7 @@ def test_only_the_session_that_the_child_has_lost_is_sent_whole(kind: str) -> No
 
 
 class Counted(Drafter):
-    """Notes which sessions it is told whole."""
+    """Notes which sessions it is sent whole."""
 
     def draft(
         self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None
@@ -142,7 +142,7 @@ class Counted(Drafter):
         return super().draft(orders, done, announce)
 
 
-def test_a_worker_beside_the_target_is_told_whole_only_what_it_has_lost() -> None:
+def test_a_worker_beside_the_target_is_sent_whole_only_what_it_has_lost() -> None:
     drafter, text = Counted(ToyRunner(law(0.1))), [1, 2, 3, 4]
     for session in range(3):
         drafter.open(session, request())
@@ -161,9 +161,9 @@ def test_a_text_that_has_outgrown_the_draft_is_not_sent_again_and_again() -> Non
     drafter = Counted(ToyRunner(law(0.1), context_length=6))
     drafter.open(0, request())
     text = [1, 2, 3, 4, 5]
-    told = []
+    reported = []
     for base in (0, 5, 6):
         draft_or_whole(drafter, {0: Draft(Context(base, tuple(text[base:]), text), Plan(2))}, never, lambda heads: None)
-        told.append(drafter.whole)
+        reported.append(drafter.whole)
         text.append(1)
-    assert told == [{0}, set(), set()]
+    assert reported == [{0}, set(), set()]

@@ -1,4 +1,4 @@
-"""Orders may be carried out again: at once, in part, or after later ones; what is said stays the same."""
+"""Orders may be carried out again: at once, in part, or after later ones; the text stays the same."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ EXECUTORS: dict[str, Callable[[], Executor]] = {
 
 
 class Repeating:
-    """An executor that carries out a round's orders again, or some of them, or earlier ones first, as it likes; what it
-    answers is what the round's own orders gave the last time."""
+    """An executor that at random repeats a round's orders, or some of them, or runs earlier ones first. It returns the
+    last reports of the round's own orders."""
 
     def __init__(self, inner: Executor, seed: int) -> None:
         self.inner, self.now, self.open, self.free, self.close = inner, inner.now, inner.open, inner.free, inner.close

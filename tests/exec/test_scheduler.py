@@ -181,8 +181,8 @@ def holds_nothing(executor: Executor) -> bool:
 
 
 BOTH: tuple[Rule, ...] = ("match", "ratio")
-# Places of target and draft. Under the ratio rule a draft without memory drafts nothing, and other tokens of the same
-# law are said, so that it is tried under match alone.
+# KV slots of target and draft. Under the ratio rule a draft without memory drafts nothing, so the tokens are others of
+# the same law. Those cases run under match alone.
 MEMORIES: dict[str, tuple[int | None, int | None, tuple[Rule, ...]]] = {
     "much memory": (None, None, BOTH),
     "little memory": (260, None, BOTH),
@@ -201,10 +201,10 @@ def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(ki
     desk.run(mixed(120, rules=rules))
     executor.close()
     check(desk.done, desk.cancelled)
-    told = scheduler.snapshot()
-    assert len(desk.cancelled) == told.cancelled > 3 and told.finished == 120 - told.cancelled
-    assert (told.preemptions > 0) == (kv_slots is not None)
-    assert holds_nothing(executor) and told.running == told.waiting == 0
+    reported = scheduler.snapshot()
+    assert len(desk.cancelled) == reported.cancelled > 3 and reported.finished == 120 - reported.cancelled
+    assert (reported.preemptions > 0) == (kv_slots is not None)
+    assert holds_nothing(executor) and reported.running == reported.waiting == 0
 
 
 @pytest.mark.slow
@@ -379,7 +379,7 @@ def test_beside_many_rows_as_many_tokens_of_a_prompt_are_read(others: int, chunk
     assert rounds == chunks
 
 
-def test_one_that_rests_takes_no_part_and_no_place_and_goes_on_later() -> None:
+def test_a_paused_session_takes_no_part_and_no_batch_slot_and_goes_on_later() -> None:
     executor = executors(130)["serial"]()
     scheduler = Scheduler(Loop(executor, limits=LIMITS), most=1)
     desk = Desk(scheduler, random.Random(3))

@@ -1,5 +1,5 @@
-"""Both models in one process, the target at work by itself: what is begun first, when drafting ends, and what a
-draft that fails costs."""
+"""The streams executor, both models in one process: what is launched first, when drafting ends, and what a failing
+draft costs."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_target_is_started_first_and_drafting_ends_when_its_verdict_is_there
 ) -> None:
     executor, notes = pair(polls)
     report = executor.run({0: Orders(order, Verify(ON))})[0]
-    # The text itself is read in any case; then the verdict is asked for before each step.
+    # The text itself is prefilled in any case; then the executor looks for the verdict before each step.
     assert notes == ["verify", *["step"] * (1 + polls), "verdict"]
     grown = len(report.tree.steps) if report.tree else len(report.branches[0].tokens)
     assert grown == 1 + polls and report.verdict is not None
@@ -318,7 +318,7 @@ class FailsAtJudging(Deferred):
 
 
 class FailsWhenAsked(Deferred):
-    """A target that fails when it is asked whether its verdicts are there, and when they are waited for."""
+    """A target that fails when its verdicts are polled, and when they are waited for."""
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
         super().verify(work, trials)

@@ -146,10 +146,10 @@ def test_a_message_cut_short_is_refused(message: Any, cut: int) -> None:
         from_bytes(whole[: -(cut % len(whole)) or -1])
 
 
-@given(message=any_message, place=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_a_damaged_message_is_refused_or_is_another_message(message: Any, place: int, byte: int) -> None:
+@given(message=any_message, index=st.integers(0, 10**6), byte=st.integers(0, 255))
+def test_a_damaged_message_is_refused_or_is_another_message(message: Any, index: int, byte: int) -> None:
     damaged = bytearray(to_bytes(message))
-    damaged[place % len(damaged)] = byte
+    damaged[index % len(damaged)] = byte
     refused_or_ours(bytes(damaged))
 
 

@@ -137,7 +137,7 @@ def test_a_token_is_chosen_alike_in_any_batch(shaping: dict[str, float], runner:
     assert said[0] == said[1] == said[2]
 
 
-def test_tokens_of_far_places_have_the_same_bits(tmp_path: Path) -> None:
+def test_tokens_of_far_positions_have_the_same_bits(tmp_path: Path) -> None:
     """Behind 32,000 tokens, where a text has hundreds of blocks."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(

@@ -72,12 +72,12 @@ def test_kernels_are_chosen_on_a_gpu_and_plain_operations_for_float64() -> None:
 def test_what_no_row_shares_may_be_anything() -> None:
     pool, work = some_work(1)
     step = packed_views([rows for _, rows in work], 64)
-    taken = {page for line, _ in work for page in line.table.pages} | {64}
+    taken = {page for seq, _ in work for page in seq.table.pages} | {64}
     memory = torch.full((65, 2, 4, PAGE, 64), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     for page in taken:
         memory[page] = 1.0
-    for line, _ in work:  # beyond what the sequence holds
-        last, used = line.table.pages[-1], len(line.slots) - (len(line.table.pages) - 1) * PAGE
+    for seq, _ in work:  # beyond what the sequence holds
+        last, used = seq.table.pages[-1], len(seq.slots) - (len(seq.table.pages) - 1) * PAGE
         if not pool.is_shared(last):
             memory[last, :, :, used:] = torch.nan
     q = torch.randn(len(step.slots), 8, 64).to(DEVICE, torch.bfloat16)
@@ -144,9 +144,9 @@ def test_bits_differ_where_a_key_differs() -> None:
 def test_logits_of_graphs_equal_those_of_transformers(kind: str) -> None:
     model, tokens = tiny(kind), some_tokens(330)
     stepper = Stepper(decoder_of(model, DEVICE, torch.float32), DEVICE, torch.float32, capture=True)
-    line = stepper.open(tokens[:300])
+    seq = stepper.open(tokens[:300])
     fed, parents, chain = chain_with_siblings(tokens[300:], behind=1)
-    got = stepper.score([line.grow(fed, parents)])[chain].cpu()
+    got = stepper.score([seq.grow(fed, parents)])[chain].cpu()
     expected = logits_of(model, tokens)[300:]
     assert torch.allclose(got, expected, rtol=0, atol=1e-3 * expected.abs().max().item())
 
@@ -156,7 +156,7 @@ def test_logits_of_graphs_equal_those_of_transformers(kind: str) -> None:
 def test_a_replayed_graph_gives_what_running_gives(dtype: torch.dtype, attend) -> None:  # type: ignore[no-untyped-def]
     decoder = decoder_of(tiny("qwen3"), DEVICE, dtype)
     graphs, plain = (Stepper(decoder, DEVICE, dtype, attend, capture=capture) for capture in (True, False))
-    lines = [stepper.open(some_tokens(250)) for stepper in (graphs, plain)]
+    seqs = [stepper.open(some_tokens(250)) for stepper in (graphs, plain)]
     for feed in (
         ([1], [ROOT]),
         ([2], [0]),
@@ -165,9 +165,7 @@ def test_a_replayed_graph_gives_what_running_gives(dtype: torch.dtype, attend) -
         ([8, 9, 10, 11], [6, 7, 8, 9]),
         ([12], [10]),
     ):
-        replayed, run = (
-            stepper.score([line.grow(*feed)]) for stepper, line in zip((graphs, plain), lines, strict=True)
-        )
+        replayed, run = (stepper.score([seq.grow(*feed)]) for stepper, seq in zip((graphs, plain), seqs, strict=True))
         assert torch.equal(replayed, run)
 
 
@@ -186,10 +184,10 @@ def test_tapped_states_of_graphs_equal_those_of_running() -> None:
 
 def test_results_of_one_graph_outlast_the_capture_of_another() -> None:
     stepper = Stepper(decoder_of(tiny("llama"), DEVICE, torch.bfloat16), DEVICE, torch.bfloat16, capture=True)
-    line = stepper.open(some_tokens(100))
-    first = stepper.score([line.grow([1], [ROOT])])
-    stepper.score([line.grow([2, 3, 4], [ROOT, 0, 1])])
-    stepper.score([line.grow(list(range(20)), [ROOT] * 20)])
+    seq = stepper.open(some_tokens(100))
+    first = stepper.score([seq.grow([1], [ROOT])])
+    stepper.score([seq.grow([2, 3, 4], [ROOT, 0, 1])])
+    stepper.score([seq.grow(list(range(20)), [ROOT] * 20)])
     again = stepper.open(some_tokens(100))
     assert torch.equal(stepper.score([again.grow([1], [ROOT])]), first)
 
@@ -197,10 +195,10 @@ def test_results_of_one_graph_outlast_the_capture_of_another() -> None:
 @pytest.mark.parametrize("capture", [True, False])
 def test_a_step_waits_for_nothing(capture: bool) -> None:
     stepper = Stepper(decoder_of(tiny("qwen3"), DEVICE, torch.bfloat16), DEVICE, torch.bfloat16, capture=capture)
-    line = stepper.open(some_tokens(100))
+    seq = stepper.open(some_tokens(100))
     for token in (1, 2):
-        stepper.score([line.grow([token], [ROOT])])
-    packed, bucket = pack([line.grow([3], [ROOT])], PAGES * PAGE)
+        stepper.score([seq.grow([token], [ROOT])])
+    packed, bucket = pack([seq.grow([3], [ROOT])], PAGES * PAGE)
     on_device = torch.from_numpy(packed).to(DEVICE)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -214,6 +212,6 @@ def test_several_sequences_in_one_step_get_what_each_gets_alone() -> None:
     stepper = Stepper(decoder_of(tiny("llama"), DEVICE, torch.float32), DEVICE, torch.float32, capture=True)
     alone, together = ([stepper.open(some_tokens(length, seed=length)) for length in (5, 260, 70)] for _ in range(2))
     feeds = [([7, 8], [ROOT, 0]), ([9], [ROOT]), (list(range(20)), [ROOT] * 20)]
-    expected = torch.cat([stepper.score([line.grow(*feed)]) for line, feed in zip(alone, feeds, strict=True)])
-    got = stepper.score([line.grow(*feed) for line, feed in zip(together, feeds, strict=True)])
+    expected = torch.cat([stepper.score([seq.grow(*feed)]) for seq, feed in zip(alone, feeds, strict=True)])
+    got = stepper.score([seq.grow(*feed) for seq, feed in zip(together, feeds, strict=True)])
     assert torch.allclose(got, expected, rtol=0, atol=1e-3 * expected.abs().max().item())

@@ -1,5 +1,5 @@
-"""The native decoder on a GPU: the same numbers as on the CPU, the same tokens with every method, and a step that
-can be captured."""
+"""The native decoder on a GPU: the numbers of the CPU, the same tokens with every method, and a step that can be
+captured."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _ask_everything(runner: NativeRunner, sequences: int) -> None:
     work = [Feed(seq, (1, 2, 3), (ROOT, 0, 0)) for seq in range(sequences)]
     runner.propose(work, [Ask(seq, node, 3) for seq in range(sequences) for node in range(3)])
     for seq in range(sequences):
-        runner.keep(seq, (0, 2), 1)  # moves a place
+        runner.keep(seq, (0, 2), 1)  # moves a slot
     orders = [Verify(Context(0, ()), (4, 5), (ROOT, ROOT)) for _ in range(sequences)]
     feeds = [Feed(seq, (7, 4, 5), (0, 1, 1)) for seq in range(sequences)]
     trials = [Trial(seq, order, 1, (2, 3), logprobs=2) for seq, order in enumerate(orders)]

@@ -59,7 +59,7 @@ def tokens(count: int, seed: int = 1) -> list[int]:
 
 
 def read(runner: NativeRunner, seq: int, text: list[int]) -> torch.Tensor:
-    """Read a prompt; returns what is in the cache of it [tokens, layers, 2, kv_heads, head_dim]."""
+    """Prefill a prompt; return its KV cache [tokens, layers, 2, kv_heads, head_dim]."""
     runner.open(seq, GREEDY)
     runner.extend(seq, text)
     kv_slots = runner._sequences[seq].table.flat(np.arange(len(text)))
@@ -89,7 +89,7 @@ def test_a_row_that_saw_its_successor_would_be_noticed() -> None:
     assert shifted.abs().max() > 5 * TOLERATED[torch.bfloat16]
 
 
-def test_pieces_are_a_gpus_and_flash_runs_where_it_can(runner: NativeRunner, folder: Path) -> None:
+def test_chunks_are_a_gpus_and_flash_runs_where_it_can(runner: NativeRunner, folder: Path) -> None:
     assert runner.prefill_chunk == PREFILL_CHUNKS["cuda"] and runner.decoder.attend_chunk is attend_by_flash
     wide = load_native(folder, context_length=3000, device="cuda", dtype=torch.float32, cache_tokens=4000)
     assert wide.prefill_chunk == PREFILL_CHUNKS["cuda"] and wide.decoder.attend_chunk is attend_masked

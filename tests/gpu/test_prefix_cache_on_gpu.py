@@ -1,5 +1,7 @@
-"""The prefix cache on a GPU: what is taken from it has the bits of reading it, behind graphs, steps that were started
-ahead and pages that several share."""
+"""The prefix cache on a GPU: a cached prefix has the bits of prefilling it.
+
+This holds behind graphs, behind steps launched ahead, and with shared pages.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def test_a_prompt_that_begins_like_another_has_the_bits_of_reading_it(both: list
                 runner.close(seq)
 
 
-def test_pieces_that_are_read_in_turns_are_read_once(both: list[NativeRunner]) -> None:
+def test_chunks_that_are_prefilled_in_turns_are_prefilled_once(both: list[NativeRunner]) -> None:
     prompt, chunk = tokens(5001), both[0].prefill_chunk
     for runner in both:
         for seq in range(3):
@@ -104,7 +106,7 @@ def test_pieces_that_are_read_in_turns_are_read_once(both: list[NativeRunner]) -
     both[0].check()
 
 
-def test_a_second_turn_reads_the_answer_the_broken_piece_and_what_is_new(both: list[NativeRunner]) -> None:
+def test_a_second_turn_prefills_the_answer_the_incomplete_chunk_and_what_is_new(both: list[NativeRunner]) -> None:
     (text, found), (expected, whole) = (
         conversation(runner, [tokens(4500), tokens(700, seed=2), tokens(300, seed=3)]) for runner in both
     )
@@ -133,10 +135,10 @@ def test_samples_write_to_pages_of_their_own_while_a_step_is_under_way(both: lis
     expected = []
     for runner in both:
         said = []
-        for seq in range(4):  # each comes when the one before has begun to write behind the prompt
+        for seq in range(4):  # each comes when the one before has started to write behind the prompt
             read(runner, seq, prompt)
             said.append(runner.score([Feed(seq, (prompt[-1], seq, 5), (ROOT, 0, 0))])[0][2].logits.cpu())
-            runner.keep(seq, (0, 2), 2)  # a place moves when the runner next works
+            runner.keep(seq, (0, 2), 2)  # a slot moves when the runner next works
         said += [rows[0].logits.cpu() for rows in runner.score([Feed(seq, (7,), (ROOT,)) for seq in range(4)])]
         expected.append(torch.stack(said))
         runner.check()

@@ -1,4 +1,4 @@
-"""Every pinned cut of a product: what it gives is right, and a row's bits do not hang on how many rows there are."""
+"""Every pinned cut of a product: its result is right, and a row's bits do not depend on the number of rows."""
 
 from __future__ import annotations
 

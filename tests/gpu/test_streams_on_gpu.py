@@ -48,12 +48,12 @@ LONG = 200_000_000  # cycles: about a tenth of a second
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target, and a draft that is the target disturbed."""
     torch.manual_seed(1)
-    model, place = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)), tmp_path_factory.mktemp("pair")
-    model.save_pretrained(place / "target")
+    model, folder = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)), tmp_path_factory.mktemp("pair")
+    model.save_pretrained(folder / "target")
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.1)
-    model.save_pretrained(place / "draft")
-    return place / "target", place / "draft"
+    model.save_pretrained(folder / "draft")
+    return folder / "target", folder / "draft"
 
 
 @pytest.fixture(scope="module", params=["cuda", "cpu"])
@@ -161,7 +161,7 @@ def test_under_ratio_requests_are_served_too(executor: Streams) -> None:
 
 
 def ordered(base: int, tokens: tuple[int, ...], most: int) -> Orders:
-    """Verify, and grow a tree of so many steps beside it."""
+    """Verify, and extend a tree by some steps beside it."""
     on = Context(base, tokens)
     growth = Growth((0.0,), Timeless(PROFILE).insight.chances(), free_time=1e9, most=most, worth=1.0, least=0.0)
     return Orders(Grow(on, NO_TREE, growth, base), Verify(on))
@@ -182,7 +182,7 @@ def test_both_models_are_at_work_at_the_same_time(executor: Streams, monkeypatch
 
     monkeypatch.setattr(runner._graphs, "run_brought", slowly)
     executor.run({0: ordered(40, (5,), 8)})  # whatever has to be captured is now: a quick target would end that early
-    begun = time.perf_counter()
+    started = time.perf_counter()
     report = executor.run({0: ordered(41, (6,), 8)})[0]
     ended = time.perf_counter()
     executor.free(0)
@@ -192,12 +192,12 @@ def test_both_models_are_at_work_at_the_same_time(executor: Streams, monkeypatch
         "the spans are apart"
     )
     assert report.verifying.seconds > 0.02 and report.drafting.seconds < 0.5 * report.verifying.seconds
-    assert begun - 1e-3 < report.verifying.start and report.verifying.end < ended + 1e-3, (
+    assert started - 1e-3 < report.verifying.start and report.verifying.end < ended + 1e-3, (
         "the device's times are not the host's"
     )
 
 
-def test_a_tree_grows_until_the_verdict_is_there_and_no_longer(executor: Streams) -> None:
+def test_a_tree_is_extended_until_the_verdict_is_there_and_no_longer(executor: Streams) -> None:
     prompt = tuple(some_tokens(40))
     executor.open(0, Request(SamplingParams(), 0, len(prompt)))
     executor.run({0: ordered(0, prompt, 60)})

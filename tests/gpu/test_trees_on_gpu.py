@@ -1,4 +1,4 @@
-"""Trees that grow on a GPU: those that the host grows, from the same proposals, step by step."""
+"""Trees extended on a GPU: those that the host makes from the same proposals, step by step."""
 
 from __future__ import annotations
 

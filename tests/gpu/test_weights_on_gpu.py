@@ -23,7 +23,7 @@ def test_any_bytes_are_unpacked_on_a_gpu_as_the_gguf_package_does(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", HALVES)
-def test_a_tensor_of_several_pieces_is_read_onto_a_gpu_in_little_memory(kind: str, tmp_path: Path) -> None:
+def test_a_tensor_of_several_parts_is_read_onto_a_gpu_in_little_memory(kind: str, tmp_path: Path) -> None:
     file = written(
         tmp_path / "weights",
         kind,

@@ -1,5 +1,5 @@
-"""Sequences over pages that are fed through packed steps, for tests on a CPU and on a GPU; what a row sees is told
-by `Slots` alone."""
+"""Sequences over pages that are fed through packed steps, for tests on CPU and GPU. `Slots` alone says what a row
+sees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specbranch.models.gpu.step import GpuStep, Graphs
 PAGES = 24
 
 
-class Line:
+class PagedSequence:
     """One sequence: its table, and who lies where."""
 
     def __init__(self, table: Table, slots: Slots) -> None:
@@ -43,37 +43,39 @@ class Line:
         return rows_of_nodes(self.table, self.slots, nodes)
 
 
-def expected_places(line: Line, node: int) -> list[int]:
-    """The flat places of a node's ancestors and itself, by the definition."""
-    kv_slots = [*range(len(line.slots.prefix)), *(line.slots.slot_of(one) for one in line.slots.path(node))]
-    return [line.table.pages[place // PAGE] * PAGE + place % PAGE for place in kv_slots]
+def expected_slots(seq: PagedSequence, node: int) -> list[int]:
+    """The flat KV slots of a node's ancestors and itself, by the definition."""
+    kv_slots = [*range(len(seq.slots.prefix)), *(seq.slots.slot_of(one) for one in seq.slots.path(node))]
+    return [seq.table.pages[slot // PAGE] * PAGE + slot % PAGE for slot in kv_slots]
 
 
-def some_work(seed: int) -> tuple[Pool, list[tuple[Line, Rows]]]:
+def some_work(seed: int) -> tuple[Pool, list[tuple[PagedSequence, Rows]]]:
     """Some sequences with trees in their tails, some of them forks of others, and the rows that were fed last."""
     choose = random.Random(seed)
-    pool, work = Pool(64), list[tuple[Line, Rows]]()
+    pool, work = Pool(64), list[tuple[PagedSequence, Rows]]()
     pool.take(choose.randrange(5))
     for _ in range(choose.randint(1, 5)):
-        line = _fork(choose.choice(work)[0]) if work and choose.random() < 0.4 else Line(Table(pool), Slots(4096))
-        line.slots.truncate(len(line.slots.prefix))
-        line.read([1] * choose.choice([0, 1, 20, 31, 64, 100, 255, 300, 700]))
+        seq = (
+            _fork(choose.choice(work)[0]) if work and choose.random() < 0.4 else PagedSequence(Table(pool), Slots(4096))
+        )
+        seq.slots.truncate(len(seq.slots.prefix))
+        seq.read([1] * choose.choice([0, 1, 20, 31, 64, 100, 255, 300, 700]))
         for _ in range(choose.randint(1, 3)):
-            size = len(line.slots.tokens)
+            size = len(seq.slots.tokens)
             count = choose.randint(1, 20)
             lean = choose.choice([0, 3, 40])  # 0: chains; 40: whatever parent
             parents = [max(ROOT, size + i - 1 - choose.randint(0, lean)) for i in range(count)]
-            line.table.reach(len(line.slots) + count)
-            line.table.own(len(line.slots), len(line.slots) + count, lambda copies: None)
-            rows = line.grow([choose.randrange(99) for _ in parents], parents)
-        work.append((line, rows))
+            seq.table.reach(len(seq.slots) + count)
+            seq.table.own(len(seq.slots), len(seq.slots) + count, lambda copies: None)
+            rows = seq.grow([choose.randrange(99) for _ in parents], parents)
+        work.append((seq, rows))
     return pool, work
 
 
-def _fork(line: Line) -> Line:
+def _fork(seq: PagedSequence) -> PagedSequence:
     slots = Slots(4096)
-    slots.extend(line.slots.prefix)
-    return Line(line.table.fork(len(slots)), slots)
+    slots.extend(seq.slots.prefix)
+    return PagedSequence(seq.table.fork(len(slots)), slots)
 
 
 class Stepper:
@@ -86,12 +88,12 @@ class Stepper:
         self.memory = Memory(decoder.arch, PAGES + 1, torch.device(device), dtype)
         self.graphs = Graphs(GpuStep(decoder, self.memory, attend), PAGES, capture)
 
-    def open(self, prefix: Sequence[int] = ()) -> Line:
+    def open(self, prefix: Sequence[int] = ()) -> PagedSequence:
         """Start a sequence and read its prefix."""
-        line = Line(Table(self.pool), Slots(4096))
+        seq = PagedSequence(Table(self.pool), Slots(4096))
         if prefix:
-            self.score([line.read(prefix)])
-        return line
+            self.score([seq.read(prefix)])
+        return seq
 
     def score(self, work: Sequence[Rows]) -> torch.Tensor:
         """The logits of all rows, in as many steps as it takes."""

@@ -27,7 +27,7 @@ LAYERS, LAYER = 2, 1
 
 @dataclass
 class Sequence:
-    """Keys and values in pages that lie in any order; places behind `prefix` are reached by the line."""
+    """Keys and values in pages in any order; slots behind `prefix` are reached by the path."""
 
     shape: KernelShape
     count: int

@@ -74,8 +74,8 @@ def raw_rows(name: str, outs: int, ins: int) -> Tensor:
     """Random bytes with scales of ordinary sizes."""
     encoding = gguf_encoding(gguf.GGMLQuantizationType[name].value)
     held = torch.from_numpy(random_blocks(name, outs * ins // encoding.block))
-    for place in HALVES[name]:
-        held[:, place : place + 2] = (numbers(len(held), seed=place) * 0.02).half().view(torch.uint8).view(-1, 2)
+    for offset in HALVES[name]:
+        held[:, offset : offset + 2] = (numbers(len(held), seed=offset) * 0.02).half().view(torch.uint8).view(-1, 2)
     return held.view(outs, -1)
 
 
@@ -105,10 +105,10 @@ def test_weights_in_blocks_are_those_of_the_file(name: str, outs: int) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_rows_may_be_laid_out_a_few_at_a_time(name: str) -> None:
     form, fields = FORMS[name]
-    whole, raw, pieces = part_of(name, 21, 256), raw_rows(name, 21, 256), BlockPart.empty(form, 21, 256)
+    whole, raw, parts = part_of(name, 21, 256), raw_rows(name, 21, 256), BlockPart.empty(form, 21, 256)
     for start in (0, 8, 16):
-        pieces.put(start, fields(raw[start : start + 8]))
-    assert torch.equal(pieces.tiles, whole.tiles)
+        parts.put(start, fields(raw[start : start + 8]))
+    assert torch.equal(parts.tiles, whole.tiles)
 
 
 def test_a_matrix_in_int8_keeps_its_whole_numbers() -> None:
@@ -375,11 +375,11 @@ def model_of(kind: str) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("stored")
+    folder = tmp_path_factory.mktemp("stored")
     made = {}
     for name in FILES:
         kind, stored = name.split()
-        made[name] = write_gguf(model_of(kind), place / f"{kind}-{stored}.gguf", gguf.GGMLQuantizationType[stored])
+        made[name] = write_gguf(model_of(kind), folder / f"{kind}-{stored}.gguf", gguf.GGMLQuantizationType[stored])
     return made
 
 
@@ -495,11 +495,11 @@ TYPE = b"blk.0.ffn_down.weight" + b"".join(
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_by_name(damage: str, files: dict[str, Path], tmp_path: Path) -> None:
-    change, told = DAMAGES[damage]
+    change, reported = DAMAGES[damage]
     bad, data = tmp_path / "bad.gguf", files["llama Q4_1"].read_bytes()
     assert TYPE in data
     bad.write_bytes(change(data))
-    with pytest.raises(ModelError, match=rf"bad\.gguf.*{told}"):
+    with pytest.raises(ModelError, match=rf"bad\.gguf.*{reported}"):
         load_native(bad, context_length=64, weights="stored")
 
 

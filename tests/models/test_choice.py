@@ -20,14 +20,14 @@ WIDTH = 5000
 
 
 def some_rows(rows: int, seed: int) -> tuple[torch.Tensor, np.ndarray, torch.Tensor]:
-    """Logits, what is asked of them (a tree, noise in every other row), and their noise."""
+    """Logits, what to choose of them (a tree, noise in every other row), and their noise."""
     rng, noise = random.Random(seed), Noise()
     logits = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)) * 3
     table = np.zeros((6, rows), dtype=np.int32)
     table[0] = np.linspace(0.4, 1.6, rows, dtype=np.float32).view(np.int32)
     kv_slots = [(seed, 0, 10 + row) for row in range(rows)]
-    for row, place in enumerate(kv_slots):
-        table[1:3, row], table[3, row] = np.array(keys(*place), dtype=np.uint32).view(np.int32), row % 2
+    for row, key in enumerate(kv_slots):
+        table[1:3, row], table[3, row] = np.array(keys(*key), dtype=np.uint32).view(np.int32), row % 2
         table[4, row] = row if row % 7 == 0 else rng.randrange(row - row % 7, row)
     table[5] = ROOT_ROW
     return logits, table, torch.stack(noise.rows(kv_slots, WIDTH))

@@ -1,5 +1,4 @@
-"""A prompt is read in chunks: cut at absolute places, each behind all before it, and none of it left behind by an
-interrupt."""
+"""Prefill in chunks: cut at absolute positions, each behind all before it, and none lost by an interrupt."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def runner(request: pytest.FixtureRequest, decoder: Decoder) -> NativeRunner:
 
 
 def read(runner: NativeRunner, seq: int, tokens: Sequence[int]) -> torch.Tensor:
-    """Read a prompt; returns what is in the cache of it [layers, 2, kv_heads, tokens, head_dim]."""
+    """Prefill a prompt; return its KV cache [layers, 2, kv_heads, tokens, head_dim]."""
     runner.open(seq, GREEDY)
     runner.extend(seq, tokens)
     return cache(runner, seq)
@@ -85,13 +84,13 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
         assert isinstance(part.sees, ChunkView)
         at = step.positions.tolist()
         assert at == list(range(at[0], part.sees.end)) and part.rows == len(at)
-        assert step.tokens.tolist() == [tokens[place] for place in at]
+        assert step.tokens.tolist() == [tokens[position] for position in at]
         assert (step.kv_slots[0] * PAGE + step.kv_slots[1]).tolist() == flat[at].tolist()
         assert part.sees.pages.tolist() == pages[: -(-part.sees.end // PAGE)]
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 300, 2048])
-def test_pieces_of_every_size_fill_the_cache_alike(chunk: int, runner: NativeRunner) -> None:
+def test_chunks_of_every_size_fill_the_cache_alike(chunk: int, runner: NativeRunner) -> None:
     expected = read(runner, 0, some_tokens(700))
     runner.prefill_chunk = chunk
     found = read(runner, 1, some_tokens(700))
@@ -148,14 +147,14 @@ def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(
     assert torch.equal(cache(runner, 0), expected) and torch.equal(cache(runner, 1), other)
 
 
-def test_places_move_before_a_chunk_is_written_where_they_lay(decoder: Decoder) -> None:
+def test_kv_slots_move_before_a_chunk_is_written_over_them(decoder: Decoder) -> None:
     found = []
     for kind in KINDS.values():
         runner = kind(decoder, 900, pages=12)
         runner.open(0, GREEDY)
         runner.extend(0, some_tokens(40))
         runner.feed([Feed(0, (9, 7, 5), (ROOT, ROOT, 1))])
-        runner.keep(0, (1, 2), 2)  # both move one place down
+        runner.keep(0, (1, 2), 2)  # both move one slot down
         runner.extend(0, some_tokens(20, seed=3))
         found.append(cache(runner, 0))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-11)

@@ -75,15 +75,15 @@ def test_sharded_folder_gives_the_same_logits_as_a_single_file(folders: dict[str
     )
 
 
-def test_prompt_in_pieces_equals_prompt_in_one_go(runner: NativeRunner) -> None:
+def test_prompt_in_chunks_equals_prompt_in_one_go(runner: NativeRunner) -> None:
     tokens = some_tokens(520)
     runner.open(0, GREEDY)
     runner.open(1, GREEDY)
     runner.extend(0, tokens)
     for start, stop in ((0, 3), (3, 4), (4, 300), (300, 520)):
         runner.extend(1, tokens[start:stop])
-    one, pieces = runner.score([chain(0, [7])])[0], runner.score([chain(1, [7])])[0]
-    assert_same(collate(pieces), collate(one), 1e-12)
+    one, chunks = runner.score([chain(0, [7])])[0], runner.score([chain(1, [7])])[0]
+    assert_same(collate(chunks), collate(one), 1e-12)
 
 
 def test_each_node_of_a_tree_is_scored_as_its_own_path(runner: NativeRunner) -> None:
@@ -204,11 +204,11 @@ def test_unknown_dtype_is_refused(folders: dict[str, Path]) -> None:
 def test_on_a_gpu_every_family_gives_the_same_logits(kind: str, folders: dict[str, Path]) -> None:
     tokens = some_tokens(300)
     rows = {}
-    for place in ("cpu", "cuda"):
-        runner = load_native(folders[kind], context_length=512, device=place, dtype="float64", tail=64)
+    for where in ("cpu", "cuda"):
+        runner = load_native(folders[kind], context_length=512, device=where, dtype="float64", tail=64)
         runner.open(0, GREEDY)
         runner.extend(0, tokens[:270])
         runner.score([chain(0, tokens[270:283])])
         runner.keep(0, range(5), 3)
-        rows[place] = collate(runner.score([Feed(0, (1, 2, 3), (1, 1, 3))])[0]).cpu()
+        rows[where] = collate(runner.score([Feed(0, (1, 2, 3), (1, 1, 3))])[0]).cpu()
     assert_same(rows["cuda"], rows["cpu"], 1e-9)

@@ -1,8 +1,8 @@
-"""The embedded default for real: SmolLM2-135M-Instruct in float32 says what transformers says, with every method, and
-every method says the same with other weights.
+"""The default model for real: SmolLM2-135M-Instruct in float32 says what transformers says, with every method.
 
-Float32 sums in another order move logits by about 1e-5: a first divergence from transformers is allowed at a closer tie
-than `NEAR_LOGITS`, at most once in 10,000 tokens, and is printed. Our own methods agree exactly.
+Every method also says the same with other weights. Float32 sums in another order move logits by about 1e-5. So a first
+divergence from transformers is allowed at a closer tie than `NEAR_LOGITS`, at most once in 10,000 tokens, and is
+printed. Our own methods agree exactly.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def test_drafting_methods_give_the_tokens_of_plain_decoding(method: str, executo
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 @pytest.mark.parametrize("method", ["tree", "specbranch"])
 def test_trees_give_the_tokens_of_plain_decoding(method: str, temperature: float, plain: LLM, half: str) -> None:
-    """Planned by a profile in which drafting pays, so that trees are grown, verified and re-rooted; decisions and
+    """Planned by a profile in which drafting pays, so that trees are drafted, verified and re-rooted; decisions and
     tokens are real."""
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
     with LLM(

@@ -1,4 +1,4 @@
-"""Trees that grow where the model is: the same trees as those that are asked for step by step, and the same places."""
+"""Trees extended on the device: the same trees as step by step, and the same KV slots."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepByStep(GpuRunner):
 
 
 class Counting(GpuRunner):
-    """Counts the trees that it grew by itself."""
+    """Counts the trees that it extended by itself."""
 
     grown = 0
 
@@ -113,16 +113,16 @@ def test_a_tree_that_grows_into_another_page_keeps_it(seed: int, length: int, de
 def assert_grown_alike(
     seed: int, request: Request, decoder: Any, seen: Callable[[Any], Any] = lambda tree: tree
 ) -> None:
-    """Grow a dozen trees both ways, each behind what is left of the one before; they are compared as they are seen."""
+    """Extend a dozen trees both ways, each behind the rest of the one before; compare them one by one."""
     rng = random.Random(seed)
     at_once, in_steps = Drafter(Counting(decoder, 600)), Drafter(StepByStep(decoder, 600))
-    tokens, told, tree = some_tokens(request.prompt_length, seed), 0, NO_TREE
+    tokens, base, tree = some_tokens(request.prompt_length, seed), 0, NO_TREE
     for drafter in (at_once, in_steps):
         drafter.open(0, request)
     for number in range(12):
         growth = some_growth(rng)
-        order = Grow(Context(told, tuple(tokens[told:]), tokens), with_lookup(rng, tree, growth), growth, number)
-        told, polls = len(tokens), rng.choice([99, 99, 2])
+        order = Grow(Context(base, tuple(tokens[base:]), tokens), with_lookup(rng, tree, growth), growth, number)
+        base, polls = len(tokens), rng.choice([99, 99, 2])
         grown, expected = (seen(drafter.draft({0: order}, done_after(polls))[0]) for drafter in (at_once, in_steps))
         assert grown == expected
         for drafter in (at_once, in_steps):
@@ -137,7 +137,7 @@ def assert_grown_alike(
 
 
 def done_after(polls: int) -> Any:
-    """A target that is done when it was asked so many times."""
+    """A target that is done after some polls."""
     left = iter(range(polls))
     return lambda: next(left, None) is None
 
@@ -178,7 +178,7 @@ def test_a_growth_that_is_broken_off_leaves_the_text_and_is_made_again(decoder: 
     assert drafter.draft({0: order}) == other.draft({0: order})
 
 
-def test_where_memory_is_short_a_tree_grows_step_by_step_in_what_there_is(decoder: Any) -> None:
+def test_where_memory_is_short_a_tree_is_extended_step_by_step_in_what_there_is(decoder: Any) -> None:
     drafter, other = (Drafter(kind(decoder, 600, pages=1)) for kind in (Counting, StepByStep))
     tokens, growth = some_tokens(230), some_growth(random.Random(1))
     order = Grow(Context(0, tuple(tokens)), NO_TREE, Growth((0.001,) * 8, growth.chances, most=90), 1)
@@ -198,7 +198,7 @@ def test_a_drafter_that_is_charged_by_the_step_sees_every_step(decoder: Any) -> 
     assert drafter.runner.grown == 0  # type: ignore[attr-defined]
 
 
-def test_a_tree_never_grows_in_a_page_that_another_sequence_writes_to(decoder: Any) -> None:
+def test_a_tree_is_never_extended_in_a_page_that_another_sequence_writes_to(decoder: Any) -> None:
     runner, prompt, rng = GpuRunner(decoder, 600, pages=2), some_tokens(PROMPT), random.Random(1)
     drafter = Drafter(runner)
     drafter.open(0, GREEDY)

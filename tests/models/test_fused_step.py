@@ -130,7 +130,7 @@ def test_a_node_behind_siblings_has_the_bits_of_plain_decoding(
     assert all(torch.equal(row.logits, expected) for row, expected in zip(again, alone[20:], strict=True))
 
 
-def test_moved_places_keep_their_bits(folders: dict[str, Path]) -> None:
+def test_moved_slots_keep_their_bits(folders: dict[str, Path]) -> None:
     runner = load_native(folders["llama"], context_length=512, tail=64)
     for seq in range(2):
         runner.open(seq, GREEDY)
@@ -166,7 +166,7 @@ RUNNERS: dict[str, Callable[[Path], NativeRunner]] = {
 
 
 def sizes_of(rows: int, rng: random.Random) -> list[int]:
-    """Cut so many rows into those of several sequences."""
+    """Split rows among several sequences."""
     sizes = [min(rows, rng.randint(1, 40))]
     return sizes + (sizes_of(rows - sizes[0], rng) if rows > sizes[0] else [])
 
@@ -261,7 +261,7 @@ def test_rows_are_dealt_out_in_order(folders: dict[str, Path]) -> None:
     assert [len(step) for step in split_into_steps(work[:3], 5)] == [2] and not list(split_into_steps([], 4))
 
 
-def test_a_prompt_is_read_by_the_compiled_step_piece_by_piece(
+def test_a_prompt_is_prefilled_by_the_compiled_step_chunk_by_chunk(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, read = RUNNERS["float32"](folders["llama"]), []

@@ -64,13 +64,13 @@ def both(decoder: Any) -> tuple[NativeRunner, GpuRunner]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    place = tmp_path_factory.mktemp("pair")
+    folder = tmp_path_factory.mktemp("pair")
     target = tiny("llama")
-    saved(target, place / "target")
+    saved(target, folder / "target")
     torch.manual_seed(5)
     for parameter in target.parameters():
         parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.12)
-    return place / "target", saved(target, place / "draft")
+    return folder / "target", saved(target, folder / "draft")
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_verdicts_are_those_of_the_reference(name: str, both: tuple[NativeRunner
 
 
 @pytest.mark.parametrize("name", [*REQUESTS, "mixed"])
-def test_what_is_told_aside_is_what_the_reference_tells(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
+def test_scores_of_rows_aside_are_those_of_the_reference(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
     rng, verifiers = random.Random(name), [Verifier(runner) for runner in both]
     for number in range(4):
         orders = {}
@@ -237,29 +237,29 @@ def test_proposals_are_those_of_the_reference_also_of_nodes_read_before(
 class Counting(CountingRunner):
     """Notes how often each call of a kind crossed to the device and back."""
 
-    def crossing(self, kind: str, begun: tuple[int, int]) -> None:
+    def crossing(self, kind: str, before: tuple[int, int]) -> None:
         self.__dict__.setdefault("crossed", []).append(
-            (kind, self.transfer.copies - begun[0], self.transfer.reads - begun[1])
+            (kind, self.transfer.copies - before[0], self.transfer.reads - before[1])
         )
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
-        begun = self.transfer.copies, self.transfer.reads
+        before = self.transfer.copies, self.transfer.reads
         answers = super().propose(work, asks)
-        self.crossing("propose" if asks else "read", begun)
+        self.crossing("propose" if asks else "read", before)
         return answers
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
-        begun, right = (self.transfer.copies, self.transfer.reads), self.received_right
+        before, right = (self.transfer.copies, self.transfer.reads), self.received_right
         verdicts = super().verify(work, trials)
-        begun = (
-            begun[0],
-            begun[1] + self.received_right - right,
-        )  # what was begun with a tree is compared, long since told
-        assert self.transfer.reads == begun[1], "a verification waited before its verdicts were called for"
+        before = (
+            before[0],
+            before[1] + self.received_right - right,
+        )  # what was launched with a tree is compared with the order, which came long before
+        assert self.transfer.reads == before[1], "a verification waited before its verdicts were called for"
 
         def counted() -> list[Judged]:
             found = verdicts()
-            self.crossing("verify", begun)
+            self.crossing("verify", before)
             return found
 
         return Verdicts(counted)
@@ -305,7 +305,7 @@ def test_a_node_behind_siblings_scores_as_in_plain_decoding(
     rows = runner.score([feed])[0]
     for node, expected in zip(nodes, alone, strict=True):
         torch.testing.assert_close(rows[node].logits, expected, rtol=0, atol=1e-11)
-    runner.keep(0, nodes[:20], 20)  # moved to their own places: what follows is the same again
+    runner.keep(0, nodes[:20], 20)  # moved to their own slots: what follows is the same again
     again = runner.score([Feed(0, tuple(line[20:]), tuple(range(ROOT, 9)))])[0]
     for row, expected in zip(again, alone[20:], strict=True):
         torch.testing.assert_close(row.logits, expected, rtol=0, atol=1e-11)
@@ -386,7 +386,7 @@ def test_an_interrupt_loses_no_move(logprobs: int | None, decoder: Any) -> None:
     verifier.open(0, Request(SamplingParams(temperature=0.0, logprobs=logprobs), 0, len(text)))
     runner.extend(0, text[:-1])
     runner.feed([Feed(0, (text[-1], 9, 7), (ROOT, 0, 0))])
-    runner.keep(0, (0, 2), 2)  # the second sibling moves to the place of the first
+    runner.keep(0, (0, 2), 2)  # the second sibling moves to the slot of the first
     order = Verify(Context(0, (*text, 7, 5)))
     interrupted.left = 1
     with pytest.raises(KeyboardInterrupt):
@@ -438,7 +438,7 @@ def test_a_fork_leaves_what_it_shares_as_it_was(how: str, both: tuple[NativeRunn
 
 
 @pytest.mark.parametrize("kind", ["plain", "graphs"])
-def test_a_call_that_fails_anywhere_leaves_pages_and_places_in_order(
+def test_a_call_that_fails_anywhere_leaves_pages_and_slots_in_order(
     kind: str, decoder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = (NativeRunner if kind == "plain" else GpuRunner)(decoder, 600)

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from packed_steps import PAGES, Stepper, chain_with_siblings, decoder_of, expected_places, some_work
+from packed_steps import PAGES, Stepper, chain_with_siblings, decoder_of, expected_slots, some_work
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.cache.kv_memory import Table
@@ -35,8 +35,8 @@ def table_of(step: Views, row: int) -> list[int]:
     return step.tables[group].tolist()
 
 
-def places_seen(step: Views, row: int) -> list[int]:
-    """What a packed row reads, one place after the other."""
+def slots_seen(step: Views, row: int) -> list[int]:
+    """The KV slots that a packed row reads, one after the other."""
     table = table_of(step, row)
     shared = [table[at // PAGE] * PAGE + at % PAGE for at in range(int(step.shared[row]))]
     return shared + step.own[row, : int(step.own_count[row])].tolist()
@@ -47,21 +47,21 @@ def test_a_packed_row_reads_its_ancestors_in_order_and_then_itself(seed: int) ->
     _, work = some_work(seed)
     step = packed_views([rows for _, rows in work])
     row = 0
-    for line, rows in work:
+    for seq, rows in work:
         for node in range(rows.start - rows.prefix, rows.start - rows.prefix + len(rows.tokens)):
-            kv_slots = expected_places(line, node)
-            assert places_seen(step, row) == kv_slots
+            kv_slots = expected_slots(seq, node)
+            assert slots_seen(step, row) == kv_slots
             assert (int(step.tokens[row]), int(step.positions[row])) == (
-                line.slots.tokens[node],
-                line.slots.position(node),
+                seq.slots.tokens[node],
+                seq.slots.position(node),
             )
             assert int(step.slots[row]) == kv_slots[-1]
-            assert int(step.shared[row]) >= shared_end(line.slots.position(node), rows.prefix)
+            assert int(step.shared[row]) >= shared_end(seq.slots.position(node), rows.prefix)
             row += 1
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_padding_reads_and_writes_the_spare_place_and_is_in_no_group(seed: int) -> None:
+def test_padding_reads_and_writes_the_spare_slot_and_is_in_no_group(seed: int) -> None:
     _, work = some_work(seed)
     rows = sum(len(rows.tokens) for _, rows in work)
     step = packed_views([rows for _, rows in work])
@@ -86,12 +86,12 @@ def test_what_a_row_shares_depends_on_its_position_alone() -> None:
         assert (int(step.positions[0]), int(step.shared[0]), int(step.own_count[0])) == (130, 96, 35)
 
 
-def test_a_long_chunk_dealt_out_to_steps_has_short_lines() -> None:
+def test_a_long_chunk_dealt_out_to_steps_has_short_paths() -> None:
     table = Table(Pool(8), [5, 3, 1, 0])
     for some in split_into_steps([rows_of_chunk(table, [1] * 600, 50)], 128):
         step = packed_views(some)
         assert int(step.own_count.max()) <= 64
-        assert places_seen(step, 0) == table.flat(np.arange(int(step.positions[0]) + 1)).tolist()
+        assert slots_seen(step, 0) == table.flat(np.arange(int(step.positions[0]) + 1)).tolist()
 
 
 def test_a_path_that_does_not_fit_is_refused() -> None:
@@ -125,8 +125,7 @@ def attended(q: np.ndarray, keys: np.ndarray, values: np.ndarray, kv_slots: list
     found = []
     for head, query in enumerate(q):
         k, v = (
-            np.array([side[place // PAGE, head // share, place % PAGE] for place in kv_slots])
-            for side in (keys, values)
+            np.array([side[slot // PAGE, head // share, slot % PAGE] for slot in kv_slots]) for side in (keys, values)
         )
         weights = np.exp(k @ query / math.sqrt(len(query)))
         found.append(weights @ v / weights.sum())
@@ -144,10 +143,10 @@ def test_plain_attention_equals_a_loop_over_ancestors(seed: int, dtype: torch.dt
     keys, values = torch.randn(2, 65, 2, PAGE, 8).to(dtype)
     got = attend_plainly(q, keys, values, step).view(q.shape).double().numpy()
     row = 0
-    for line, rows in work:
+    for seq, rows in work:
         for node in range(rows.start - rows.prefix, rows.start - rows.prefix + len(rows.tokens)):
             expected = attended(
-                q[row].double().numpy(), keys.double().numpy(), values.double().numpy(), expected_places(line, node)
+                q[row].double().numpy(), keys.double().numpy(), values.double().numpy(), expected_slots(seq, node)
             )
             assert (
                 np.abs(got[row] - expected).max()
@@ -159,12 +158,10 @@ def test_plain_attention_equals_a_loop_over_ancestors(seed: int, dtype: torch.dt
 def test_plain_attention_reads_nothing_that_was_never_written() -> None:
     _, work = some_work(3)
     step = packed_views([rows for _, rows in work])
-    written = {
-        place for line, _ in work for node in range(len(line.slots.tokens)) for place in expected_places(line, node)
-    }
+    written = {slot for seq, _ in work for node in range(len(seq.slots.tokens)) for slot in expected_slots(seq, node)}
     keys = torch.full((65, 2, PAGE, 8), torch.nan)
-    for place in written | {SPARE}:
-        keys[place // PAGE, :, place % PAGE] = 1.0
+    for slot in written | {SPARE}:
+        keys[slot // PAGE, :, slot % PAGE] = 1.0
     assert attend_plainly(torch.randn(len(step.slots), 6, 8), keys, keys, step).isfinite().all()
 
 
@@ -182,9 +179,9 @@ def torch_linear(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logits_equal_those_of_transformers(kind: str) -> None:
     model, tokens = in_double(tiny(kind)), some_tokens(330)
     stepper = Stepper(decoder_of(model, "cpu", torch.float64), "cpu", torch.float64)
-    line = stepper.open(tokens[:300])
+    seq = stepper.open(tokens[:300])
     fed, parents, chain = chain_with_siblings(tokens[300:], behind=1)
-    got = stepper.score([line.grow(fed, parents)])[chain]
+    got = stepper.score([seq.grow(fed, parents)])[chain]
     expected = logits_of(model, tokens)[300:]
     assert torch.allclose(got, expected, rtol=0, atol=1e-9 * expected.abs().max().item())
 
@@ -205,8 +202,8 @@ def test_several_sequences_in_one_step_get_what_each_gets_alone() -> None:
     stepper = Stepper(decoder_of(in_double(tiny("llama")), "cpu", torch.float64), "cpu", torch.float64)
     alone, together = ([stepper.open(some_tokens(length, seed=length)) for length in (5, 260, 70)] for _ in range(2))
     feeds = [([7, 8], [ROOT, 0]), ([9], [ROOT]), (list(range(20)), [ROOT] * 20)]
-    expected = torch.cat([stepper.score([line.grow(*feed)]) for line, feed in zip(alone, feeds, strict=True)])
-    got = stepper.score([line.grow(*feed) for line, feed in zip(together, feeds, strict=True)])
+    expected = torch.cat([stepper.score([seq.grow(*feed)]) for seq, feed in zip(alone, feeds, strict=True)])
+    got = stepper.score([seq.grow(*feed) for seq, feed in zip(together, feeds, strict=True)])
     assert torch.allclose(got, expected, rtol=0, atol=1e-10)
 
 

@@ -51,13 +51,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     @cache
     def make(kind: str) -> tuple[Path, Path]:
         """Save a target and a draft that is the target with its weights disturbed, so that it agrees now and then."""
-        place = tmp_path_factory.mktemp(kind)
+        saved_to = tmp_path_factory.mktemp(kind)
         target = tiny(kind)
-        saved(target, place / "target")
+        saved(target, saved_to / "target")
         torch.manual_seed(5)
         for parameter in target.parameters():
             parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.12)
-        return place / "target", saved(target, place / "draft")
+        return saved_to / "target", saved(target, saved_to / "draft")
 
     return make
 

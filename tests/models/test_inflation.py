@@ -58,19 +58,19 @@ def recipe_of(
     arch, _ = open_model(locate(str(source)))
     sizes = Shape(128, 5, heads, kv_heads, arch.head_dim * times, 112, vocabulary)
     rows = max(vocabulary, arch.vocabulary)
-    told = {
+    reported = {
         "kind": "model",
         "source": str(source),
         "source_identity": model_identity(str(source)),
         "shape": "test",
         "sizes": sizes,
     }
-    return Inflation(**{**told, "head_rows": rows, "head_scored": arch.vocabulary, **other})
+    return Inflation(**{**reported, "head_rows": rows, "head_scored": arch.vocabulary, **other})
 
 
-def inflated(source: Path, place: Path, **asked: Any) -> Path:
-    write_inflation(place, recipe_of(source, **asked))
-    return place
+def inflated(source: Path, folder: Path, **asked: Any) -> Path:
+    write_inflation(folder, recipe_of(source, **asked))
+    return folder
 
 
 def scores(runner: NativeRunner, tokens: list[int], read: int = 40) -> torch.Tensor:
@@ -235,9 +235,9 @@ def test_a_damaged_recipe_is_a_sentence(folders: dict[str, Path], tmp_path: Path
     folder = inflated(folders["llama"], tmp_path / "inflated")
     file = folder / "inflation.json"
     text = file.read_text()
-    for damaged, told in (("{", "no recipe"), (text.replace('"sizes"', '"siezs"'), "no recipe"), ("[]", "no recipe")):
+    for damaged, error in (("{", "no recipe"), (text.replace('"sizes"', '"siezs"'), "no recipe"), ("[]", "no recipe")):
         file.write_text(damaged)
-        with pytest.raises(ModelError, match=told):
+        with pytest.raises(ModelError, match=error):
             load_native(folder)
     file.write_text(text.replace(f'"format": {FORMAT}', '"format": 99'))
     with pytest.raises(ModelError, match="format 99"):
@@ -245,7 +245,7 @@ def test_a_damaged_recipe_is_a_sentence(folders: dict[str, Path], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "reported"),
     [
         ({"hidden": 40, "layers": 2}, "hidden 40 of at least 48, layers 2 of at least 3. .* --hidden 48 --layers 3"),
         ({"head_dim": 12}, "head dimension is 12; expected a multiple of the model's 8"),
@@ -254,10 +254,10 @@ def test_a_damaged_recipe_is_a_sentence(folders: dict[str, Path], tmp_path: Path
     ],
 )
 def test_a_shape_that_does_not_hold_the_model_is_refused(
-    sizes: dict[str, int], told: str, folders: dict[str, Path]
+    sizes: dict[str, int], reported: str, folders: dict[str, Path]
 ) -> None:
     arch, _ = open_model(locate(str(folders["llama"])))
-    with pytest.raises(BadParameter, match=told):
+    with pytest.raises(BadParameter, match=reported):
         inflated_architecture(arch, replace(shape_of(arch), **sizes), VOCABULARY, "it")
 
 

@@ -1,5 +1,4 @@
-"""The pool of cache pages against a list of lists: whatever is done to it, every place holds what was last put
-there."""
+"""The pool of KV pages against a list of lists: whatever is done to it, every slot holds what was last put there."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class Model:
         self.forks = self.full = self.copies = 0
 
     def write(self, at: int, start: int, values: list[int]) -> None:
-        """Put values at places of a sequence, as a runner does: pages first, shared ones copied, then the values."""
+        """Put values in KV slots of a sequence, as a runner does: pages first, shared ones copied, then the values."""
         table, held = self.tables[at], self.lists[at]
         try:
             written = len(table.pages) * PAGE
@@ -83,7 +82,7 @@ def exercise(model: Model, rng: random.Random, steps: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_every_place_holds_what_was_last_put_there(seed: int) -> None:
+def test_every_kv_slot_holds_what_was_last_put_there(seed: int) -> None:
     exercise(Model(24), random.Random(seed), 60)
 
 

@@ -1,5 +1,4 @@
-"""Chains and branches on a GPU's runner: steps that are started before the last one is heard of draft what steps that
-are asked for draft."""
+"""Chains and branches on a GPU's runner: steps launched ahead draft what steps ordered one by one draft."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ PLANS = {
 
 
 class StepByStep(Drafter):
-    """One whose model is asked for every step."""
+    """A drafter whose every step is ordered."""
 
     lets_grow = False
 

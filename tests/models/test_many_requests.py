@@ -29,7 +29,7 @@ def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_pieces_and_preemptions_leave_every_bit_as_it_is(
+def test_chunks_and_preemptions_leave_every_bit_as_it_is(
     pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if load_kernel() is not None:
@@ -58,7 +58,7 @@ def test_pieces_and_preemptions_leave_every_bit_as_it_is(
 
 
 @pytest.mark.parametrize("runner", ["native", "transformers"])
-def test_a_text_read_in_pieces_is_that_read_at_once(
+def test_a_text_prefilled_in_chunks_is_that_prefilled_at_once(
     runner: Any, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a prompt, and of an answer behind it, which is read by steps."""

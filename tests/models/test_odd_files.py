@@ -90,21 +90,21 @@ def odd_ones(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, odd in ODD.items():
             yield f"{key}: {name}", {**values, key: odd}
         if isinstance(value, dict):
-            for told, inner in odd_ones(value):
-                yield f"{key}.{told}", {**values, key: inner}
+            for reported, inner in odd_ones(value):
+                yield f"{key}.{reported}", {**values, key: inner}
 
 
 def refused(cases: Iterator[tuple[str, dict[str, Any]]], load: Callable[[dict[str, Any]], object]) -> int:
     """How many of some cases end in a sentence; anything but that or success is a failure of the test."""
     count = 0
-    for told, values in cases:
+    for reported, values in cases:
         try:
             load(values)
         except SpecBranchError as error:
-            assert str(error).rstrip().endswith((".", ")", "'?")), f"{told}: {error}"
+            assert str(error).rstrip().endswith((".", ")", "'?")), f"{reported}: {error}"
             count += 1
         except Exception as error:
-            pytest.fail(f"{told}: {type(error).__name__}: {error}")
+            pytest.fail(f"{reported}: {type(error).__name__}: {error}")
     return count
 
 
@@ -120,7 +120,7 @@ def test_any_field_of_a_configuration_may_hold_anything(folder: Path, rope: dict
             load_native(folder, context_length=32)
 
     cases = odd_ones(whole) if rope is None else odd_ones({**whole, "rope_scaling": rope})
-    chosen = ((told, values) for told, values in cases if rope is None or told.startswith("rope_scaling."))
+    chosen = ((reported, values) for reported, values in cases if rope is None or reported.startswith("rope_scaling."))
     assert refused(chosen, load) > 60
 
 

@@ -88,8 +88,8 @@ def streaming(monkeypatch: pytest.MonkeyPatch) -> Streaming:
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    place: Path = tmp_path_factory.mktemp("model")
-    return load_native(saved(tiny("llama"), place), context_length=300, dtype="float64").decoder
+    folder: Path = tmp_path_factory.mktemp("model")
+    return load_native(saved(tiny("llama"), folder), context_length=300, dtype="float64").decoder
 
 
 def runner_on(decoder: Any, stream: Stream) -> Any:
@@ -218,13 +218,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def test_a_moment_is_when_the_device_comes_to_it_not_when_it_was_noted(device: Device) -> None:
     clock: Any = StreamClock(device)  # type: ignore[arg-type]
     device.host = 9.0
-    begun = clock.note()
+    started = clock.note()
     device.give(2.0)
     ended = clock.note()
     device.host = 10.0
     assert ended() == 10.0, "asked too early it says: now"
     device.host = 20.0
-    assert (begun(), ended()) == (9.0, 11.0)
+    assert (started(), ended()) == (9.0, 11.0)
 
 
 def test_the_clocks_are_tied_anew_while_the_stream_rests(device: Device) -> None:

@@ -77,7 +77,7 @@ def test_stored_weights_are_counted_with_their_scales(stored: WeightsName, tied:
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "dtype", "kv_slots", "told"),
+    ("gigabytes", "dtype", "kv_slots", "error"),
     [
         (
             17.0,
@@ -98,10 +98,15 @@ def test_stored_weights_are_counted_with_their_scales(stored: WeightsName, tied:
     ],
 )
 def test_what_does_not_fit_says_how_much_is_missing_and_what_would(
-    gigabytes: float, dtype: torch.dtype, kv_slots: int, told: str, large: Architecture, monkeypatch: pytest.MonkeyPatch
+    gigabytes: float,
+    dtype: torch.dtype,
+    kv_slots: int,
+    error: str,
+    large: Architecture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(gigabytes * 1e9))
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=error):
         pool_pages(large, dtype, GPU, kv_slots, 128)
 
 

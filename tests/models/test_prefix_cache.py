@@ -1,5 +1,8 @@
-"""What was read of a prompt is not read again, and nobody can tell: the same bits in the cache, the same logits behind
-it, no page lost and none with two meanings, whatever is opened, read, taken back, copied, closed or interrupted."""
+"""The prefix cache: a cached prefix is not prefilled again, and nothing else changes.
+
+The cache has the same bits, the logits behind it are the same, no page is lost and none has two meanings. This holds
+whatever is opened, prefilled, rolled back, copied, closed or interrupted.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def held_bits(runner: NativeRunner, seq: int) -> torch.Tensor:
 
 
 def read(runner: NativeRunner, seq: int, prompt: tuple[int, ...]) -> int:
-    """Read a prompt but for its last token, as a worker does; returns how much of it was known."""
+    """Prefill a prompt except its last token, as a worker does; return how much of it was cached."""
     runner.open(seq, GREEDY)
     return go_on(runner, seq, prompt[:-1])
 
@@ -148,7 +151,7 @@ def test_what_steps_wrote_is_read_again(kind: str, decoder: Decoder) -> None:
 
 
 def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[list[int], list[PrefillCount]]:
-    """Turns of a chat, each the text so far and what is asked then; returns the whole text, and what was read of each
+    """Turns of a chat, each the text so far and the next question; returns the whole text, and what was read of each
     prompt."""
     text, found = list[int](), list[PrefillCount]()
     for number, words in enumerate(asked):
@@ -167,7 +170,7 @@ def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[li
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_turn_reads_the_answer_the_broken_piece_and_what_is_new(kind: str, decoder: Decoder) -> None:
+def test_a_second_turn_prefills_the_answer_the_incomplete_chunk_and_what_is_new(kind: str, decoder: Decoder) -> None:
     runners = [made(kind, decoder, 128) for _ in range(2)]
     runners[1].prefix_cache = False
     asked = [BASES[0][:500], BASES[1][:200], BASES[1][200:300]]
@@ -181,7 +184,7 @@ def test_a_second_turn_reads_the_answer_the_broken_piece_and_what_is_new(kind: s
 def decoded(
     runner: NativeRunner, prompts: list[tuple[int, ...]], seed: int, method: str = "autoregressive"
 ) -> list[int]:
-    """Decode requests of which some begin alike, and which join and leave at any time; returns all they say."""
+    """Decode requests that join and leave at any time, some with a common prefix; return their texts."""
     rng, loop, sessions = random.Random(seed), Loop(Serial(Verifier(runner))), list[Session]()
     for number in range(12):
         prompt = rng.choice(prompts)
@@ -244,7 +247,7 @@ def test_nothing_is_kept_where_that_is_switched_off(decoder: Decoder) -> None:
     assert runner.pool.idle == 0
 
 
-def test_places_that_only_keep_a_prompt_count_as_free(decoder: Decoder) -> None:
+def test_kv_slots_that_only_cache_a_prompt_count_as_free(decoder: Decoder) -> None:
     runner = made("plain", decoder, pages=4)
     assert (runner.kv_slots, runner.kv_slots_free) == (1024, 1024)
     read(runner, 0, BASES[0][:600])
@@ -394,7 +397,7 @@ class Exercise:
             assert torch.equal(held_bits(self.runner, seq), bits)
 
     def ask(self, seq: int) -> None:
-        """Read a prompt that begins like others, in chunks of whole chunks; it has the bits of reading it alone."""
+        """Prefill a prompt that begins like others, in whole chunks; it has the bits of prefilling it alone."""
         base, other = self.rng.sample(BASES, 2)
         shared, new = self.rng.choice((0, 20, 256, 300, 512, 600)), self.rng.choice((1, 30, 256))
         prompt = (*base[:shared], *other[:new], self.rng.randrange(2))
@@ -466,7 +469,7 @@ class Exercise:
         del self.bits[seq]
 
     def settle_moves(self) -> None:
-        """A GPU's runner moves places when it next works; here it is looked at before."""
+        """A GPU's runner moves KV slots when it next works; this one checks them before."""
         if isinstance(self.runner, GpuRunner):
             self.runner._up({})
 

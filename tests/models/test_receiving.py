@@ -1,5 +1,5 @@
-"""A target that begins to verify a tree where it has grown: the step is the one that is ordered then, and no text
-changes by it."""
+"""A target that starts to verify a tree on the device: the step is the one that is ordered then, and no text
+changes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def counts(works: Serial) -> tuple[int, int]:
 @pytest.mark.parametrize("method", ["tree", "specbranch", "auto"])
 @pytest.mark.parametrize("kind", [Serial, Streams])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "hot"])
-def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered(
+def test_texts_are_those_of_plain_decoding_and_what_was_launched_is_what_is_ordered(
     params: SamplingParams, kind: type[Serial], method: str, decoders: tuple[Any, Any]
 ) -> None:
     works = executor(decoders, kind)[0]
@@ -58,19 +58,21 @@ def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered
         expected = decode(executor(decoders, Serial)[0], "autoregressive", params, number).tokens
         assert decode(works, method, params, number).tokens == expected
         works.target.runner.check()  # type: ignore[attr-defined]
-    begun, right = counts(works)
-    assert begun > 10 and right == begun
+    launched, right = counts(works)
+    assert launched > 10 and right == launched
 
 
 @pytest.mark.parametrize("shaping", [{"top_p": 0.8}, {"logprobs": 1}, {"presence_penalty": 0.5}])
-def test_nothing_is_begun_where_more_than_a_graph_is_wanted(shaping: dict[str, Any], decoders: tuple[Any, Any]) -> None:
+def test_nothing_is_launched_where_more_than_a_graph_is_wanted(
+    shaping: dict[str, Any], decoders: tuple[Any, Any]
+) -> None:
     params, works = SamplingParams(temperature=0.8, max_tokens=30, **shaping), executor(decoders, Serial)[0]
     expected = decode(executor(decoders, Serial)[0], "autoregressive", params, 1).tokens
     assert decode(works, "specbranch", params, 1).tokens == expected and counts(works) == (0, 0)
 
 
 @pytest.mark.slow
-def test_a_step_that_was_begun_for_other_tokens_is_left_alone(
+def test_a_step_that_was_launched_for_other_tokens_is_left_alone(
     decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is foretold is always wrong here: one node less than is sent, or one more."""
@@ -86,12 +88,12 @@ def test_a_step_that_was_begun_for_other_tokens_is_left_alone(
     for number in range(2):
         expected = decode(executor(decoders, Serial)[0], "autoregressive", PARAMS[1], number).tokens
         assert decode(works, "specbranch", PARAMS[1], number).tokens == expected
-    begun, right = counts(works)
-    assert begun > 10 and right < begun / 2
+    launched, right = counts(works)
+    assert launched > 10 and right < launched / 2
 
 
 def grown(rng: random.Random, size: int) -> list[Node]:
-    """A tree as it is when it has grown; some of it was looked up, so that what lies below is to be weighed anew."""
+    """A tree at its full size; some of it was looked up, so that nodes below are to be weighed anew."""
     nodes: list[Node] = []
     for n in range(size):
         parent = rng.choice([ROOT, *range(max(n - 6, 0), n)])
@@ -117,10 +119,10 @@ def both_steps(seed: int, kernel: Any, device: str) -> tuple[Any, Any, int]:
     growing = Growing(0, (), Tree(tuple(grown(rng, size)), True), {}, replace(some_growth(rng), deepest=30))
     least = rng.choice([SMALLEST_BUCKET, Bucket(16, 1, 8)])
     found = []
-    for place in (device, "cpu"):
-        step_input = torch.full((20000,), -7, dtype=torch.int32, device=place)
+    for where in (device, "cpu"):
+        step_input = torch.full((20000,), -7, dtype=torch.int32, device=where)
         receiver = DeviceReceiver(SPARE, step_input, least)
-        tree, bucket = DeviceTree(8, torch.device(place), SPARE), receiver.bucket(text, size)
+        tree, bucket = DeviceTree(8, torch.device(where), SPARE), receiver.bucket(text, size)
         sheet = receiver.sheet(text, table, moves)
         array = tree.planted(growing, -1, prefix + 1, 0, 50, table.pages, _noise(text.spot), NO_MOVES)
         array[TREE_AT["sheet"] : TREE_AT["sheet"] + len(sheet)] = sheet

@@ -1,5 +1,4 @@
-"""Which code reads a token hangs on its position and the prompt's length alone, so a text that is read again has the
-same bits."""
+"""Position and prompt length alone decide which code computes a token, so recomputed text has the same bits."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def row_behind(verifier: Verifier, base: int, tokens: list[int]) -> torch.Tensor
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_worker_that_reads_a_text_anew_has_the_same_bits(runner: NativeRunner, prompt: int) -> None:
+def test_a_worker_that_prefills_a_text_anew_has_the_same_bits(runner: NativeRunner, prompt: int) -> None:
     text = some_tokens(prompt + ANSWER)
     worker = opened(runner, prompt)
     for length in range(prompt, len(text) + 1):

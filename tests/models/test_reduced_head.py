@@ -143,7 +143,7 @@ def test_the_noise_of_some_tokens_is_that_of_the_whole_row(heard: bool, columns:
     assert lengths == ({VOCABULARY} if heard else {KEPT}), "rows are made whole only where somebody hears them whole"
 
 
-def test_everything_else_a_sampler_tells_is_told_over_the_vocabulary(columns: Columns) -> None:
+def test_everything_else_a_sampler_returns_is_over_the_vocabulary(columns: Columns) -> None:
     rows, spots = rows_of(logits(3), columns), [spot(temperature=0.8, seed=seed) for seed in range(3)]
     sampler = TorchSampler(VOCABULARY)
     assert sampler.pick(rows, spots) == sampler.pick(whole(rows), spots)

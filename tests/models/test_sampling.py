@@ -254,10 +254,10 @@ def test_ties_go_to_the_lowest_id() -> None:
 # --- noise ---
 
 
-@pytest.mark.parametrize("place", [(0, 0, 0), (7, 3, 123_456), (2**64 - 1, 1, 5), (-5, 0, 2)])
-def test_the_hash_equals_the_core_hash(place: tuple[int, int, int]) -> None:
-    key = core_noise.keys(*place)
-    bits = hashed(place, torch.arange(4099)).long() & core_noise.MASK
+@pytest.mark.parametrize("draw", [(0, 0, 0), (7, 3, 123_456), (2**64 - 1, 1, 5), (-5, 0, 2)])
+def test_the_hash_equals_the_core_hash(draw: tuple[int, int, int]) -> None:
+    key = core_noise.keys(*draw)
+    bits = hashed(draw, torch.arange(4099)).long() & core_noise.MASK
     assert bits.tolist() == [core_noise.mix(token, key) for token in range(4099)]
     assert torch.equal(bits, core_noise.mix(torch.arange(4099), key))  # what other devices compute
 
@@ -546,10 +546,10 @@ def test_the_residual_of_equal_laws_is_the_law_itself() -> None:
 def test_logprobs_are_those_of_the_unshaped_logits() -> None:
     logits = _logits()
     expected = logits[0].double().log_softmax(-1)
-    told = TorchSampler(VOCABULARY).logprobs(TensorRow(logits, 0), 17, 5)
-    assert told.logprob == pytest.approx(float(expected[17]), abs=1e-5)
-    assert [token for token, _ in told.top] == expected.topk(5).indices.tolist()
-    assert [value for _, value in told.top] == pytest.approx(expected.topk(5).values.tolist(), abs=1e-5)
+    reported = TorchSampler(VOCABULARY).logprobs(TensorRow(logits, 0), 17, 5)
+    assert reported.logprob == pytest.approx(float(expected[17]), abs=1e-5)
+    assert [token for token, _ in reported.top] == expected.topk(5).indices.tolist()
+    assert [value for _, value in reported.top] == pytest.approx(expected.topk(5).values.tolist(), abs=1e-5)
     assert TorchSampler(VOCABULARY).logprobs(TensorRow(logits, 0), 17, 0).top == ()
 
 

@@ -1,5 +1,5 @@
-"""Plain decoding on a GPU's runner, here on the CPU: the next step is started before it is asked for, and no text
-changes by that."""
+"""Plain decoding on a GPU's runner, here on the CPU: the next step is launched before it is ordered, and no text
+changes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rounds that verify looked-up text on a GPU's runner, here on the CPU: what follows on a verdict is begun with it, and
-no text changes by that."""
+"""Rounds that verify looked-up text on a GPU's runner, here on the CPU: the next step is launched with the verdict, and
+no text changes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ GREEDY, WARM = SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(te
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    place: Path = saved(tiny("llama"), tmp_path_factory.mktemp("target"))
-    return load_native(place, context_length=600, dtype="float64").decoder
+    folder: Path = saved(tiny("llama"), tmp_path_factory.mktemp("target"))
+    return load_native(folder, context_length=600, dtype="float64").decoder
 
 
 def decode(runner: GpuRunner, method: str, params: SamplingParams, prompt: list[int], kind: type[Serial]) -> list[int]:
@@ -75,7 +75,7 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("kind", [Serial, Streams])
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("method", ["lookup", "auto"])
-def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered(
+def test_texts_are_those_of_plain_decoding_and_what_was_launched_is_what_is_ordered(
     method: str, params: SamplingParams, kind: type[Serial], decoder: Any
 ) -> None:
     runner = CountingRunner(decoder, 600)
@@ -144,7 +144,7 @@ def test_a_sheet_holds_what_is_packed_for_its_rows(params: SamplingParams, decod
 
 
 @pytest.mark.slow
-def test_a_step_that_was_begun_for_other_tokens_is_left_alone(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_was_launched_for_other_tokens_is_left_alone(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     find, rng, runner = Ngrams.find, random.Random(2), CountingRunner(decoder, 600)
 
     def wrong(self: Ngrams, length: int, behind: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]]:
@@ -155,12 +155,12 @@ def test_a_step_that_was_begun_for_other_tokens_is_left_alone(decoder: Any, monk
     for prompt in prompts():
         expected = plain(decoder, WARM.temperature, tuple(prompt))
         assert decode(runner, "lookup", WARM, prompt, Streams) == expected
-    # a round that verifies nothing but its own token has been begun, whatever came behind
+    # a round that verifies nothing but its own token has been launched, whatever came behind
     assert runner.followed > 20 and runner.followed_right < runner.followed
 
 
 @pytest.mark.parametrize("shaping", [{"top_p": 0.8}, {"logprobs": 1}, {"presence_penalty": 0.5}])
-def test_nothing_is_begun_where_more_than_a_graph_is_wanted(shaping: dict[str, Any], decoder: Any) -> None:
+def test_nothing_is_launched_where_more_than_a_graph_is_wanted(shaping: dict[str, Any], decoder: Any) -> None:
     params, runner, prompt = (
         SamplingParams(temperature=0.3, max_tokens=30, **shaping),
         CountingRunner(decoder, 600),
@@ -197,7 +197,7 @@ def test_several_sessions_and_one_that_leaves_begin_nothing_wrong(decoder: Any) 
 
 
 @pytest.mark.slow
-def test_what_would_reach_beyond_a_page_is_not_begun(decoder: Any) -> None:
+def test_a_step_that_would_reach_beyond_a_page_is_not_launched_ahead(decoder: Any) -> None:
     """Every token has been said before, so that much is looked up and little of it is right."""
     runner, prompt = CountingRunner(decoder, 600), [*range(10, 131), *range(10, 131)]
     expected = decode(GpuRunner(decoder, 600), "autoregressive", WARM, prompt, Serial)

@@ -61,12 +61,12 @@ def test_int4_has_an_input_in_the_low_half_of_a_byte_and_the_one_64_further_in_t
     assert small.weight.shape == (5, 192) and small.scale.shape == (5, 3)
     dense = torch.zeros(5, 384)
     for out in range(5):
-        for place in range(384):
-            group, within = divmod(place, 128)
+        for column in range(384):
+            group, within = divmod(column, 128)
             byte = int(small.weight[out, group * 64 + within % 64])
             number = (byte & 15 if within < 64 else byte >> 4) - 8
             assert -7 <= number <= 7
-            dense[out, place] = number * small.scale[out, group]
+            dense[out, column] = number * small.scale[out, group]
     assert torch.equal(small.widened(FLOAT32), dense)
 
 
@@ -343,13 +343,13 @@ def test_the_compiled_step_runs_on_small_matrices(
 
 @pytest.fixture(scope="module")
 def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    place, target = tmp_path_factory.mktemp("pair"), model_of("tied")
-    saved(target, place / "target")
-    disturbed = AutoModelForCausalLM.from_pretrained(place / "target")
+    folder, target = tmp_path_factory.mktemp("pair"), model_of("tied")
+    saved(target, folder / "target")
+    disturbed = AutoModelForCausalLM.from_pretrained(folder / "target")
     torch.manual_seed(5)
     for parameter in disturbed.parameters():
         parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.08)
-    return place / "target", saved(disturbed, place / "draft")
+    return folder / "target", saved(disturbed, folder / "draft")
 
 
 def loading(kind: WeightsName, make: type[NativeRunner]) -> Callable[..., Runner]:

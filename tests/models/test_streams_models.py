@@ -54,14 +54,14 @@ class Late(Transfer):
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """A target's, and that of a draft which agrees with it now and then."""
-    place: Path = tmp_path_factory.mktemp("pair")
+    folder: Path = tmp_path_factory.mktemp("pair")
     model = tiny("llama")
-    saved(model, place / "target")
+    saved(model, folder / "target")
     torch.manual_seed(5)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.12)
-    saved(model, place / "draft")
-    found = [load_native(place / name, context_length=300, dtype="float64").decoder for name in ("target", "draft")]
+    saved(model, folder / "draft")
+    found = [load_native(folder / name, context_length=300, dtype="float64").decoder for name in ("target", "draft")]
     return found[0], found[1]
 
 
@@ -156,8 +156,8 @@ def test_a_draft_that_fails_leaves_the_text_to_the_target(
     decoders: tuple[Any, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Up to the failure it is that of a draft in order, behind it plain decoding's; trees draw nothing beforehand, so
-    theirs is plain decoding's throughout, under either rule."""
+    """Up to the failure the text is that with a working draft, behind it plain decoding's. Trees draw nothing
+    beforehand, so theirs is plain decoding's throughout, under either rule."""
     works, params = executor(decoders, kind, draft)[0], SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True)
     expected = decode(works, "autoregressive", params, 1, rule).tokens
     for method in ("pearl", "specbranch", "specbranch:confidence"):

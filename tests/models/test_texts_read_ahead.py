@@ -1,5 +1,4 @@
-"""A draft that reads a text before it is asked what follows: trees are those that grow without it, and no text
-changes by it."""
+"""A draft that prefills a text before a proposal is ordered: trees and texts are those without it."""
 
 from __future__ import annotations
 
@@ -34,14 +33,14 @@ from toybench import PROFILE, Timeless, run_out
 __all__ = ["decoders"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMS = [SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(temperature=0.9, max_tokens=40)]
-# What follows a verdict may be begun with it, and beside the target nothing is drafted.
+# The next step may be launched with a verdict, and nothing is drafted beside the target.
 AHEAD = replace(PROFILE, asking=1e-6, slow_down=1.0)
 
 
 def planned(
     works: Serial, method: str, params: SamplingParams, number: int, length: int = 25, repeats: int = 1
 ) -> tuple[list[int], list[Tree]]:
-    """The text of a request, and the trees that grew; `repeats`: how often its prompt says the same."""
+    """The text of a request, and its trees; `repeats`: how often its prompt says the same."""
     prompt = some_tokens(length, seed=number) * repeats
     session = Session(number, prompt, Request(params, number, len(prompt), eos_ids=(7,)), 295)
     trees: list[Tree] = []
@@ -70,7 +69,7 @@ def counts(works: Serial) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_a_step_is_begun_with_the_verdict_on_a_tree_and_makes_its_moves(
+def test_a_step_is_launched_with_the_verdict_on_a_tree_and_makes_its_moves(
     decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "_here_already", lambda: False)  # so that there is time to write steps out
@@ -105,8 +104,8 @@ def test_trees_and_texts_are_those_that_come_without_it(
 ) -> None:
     works = executor(decoders, kind)[0]
     found = [planned(works, method, params, number, length) for number, length in enumerate((9, 25, 230))]
-    begun, right = counts(works)
-    assert begun > 10 and right >= 0.9 * begun
+    launched, right = counts(works)
+    assert launched > 10 and right >= 0.9 * launched
     monkeypatch.setattr(Serial, "_read_ahead", lambda *given: None)
     without = executor(decoders, kind)[0]
     assert [planned(without, method, params, number, length) for number, length in enumerate((9, 25, 230))] == found
@@ -132,8 +131,8 @@ def test_a_text_that_was_read_for_nothing_changes_no_text(
         assert decode(works, "specbranch", params, number).tokens == expected
         prompt = 5 + 20 * (number % 2)
         assert planned(works, "specbranch", params, number, prompt)[0][: len(expected)] == expected[:295]
-    begun, right = counts(works)
-    assert begun > right > 0
+    launched, right = counts(works)
+    assert launched > right > 0
 
 
 def test_what_is_only_read_does_not_begin_where_an_earlier_tree_began(decoders: tuple[Any, Any]) -> None:
@@ -148,7 +147,7 @@ def test_what_is_only_read_does_not_begin_where_an_earlier_tree_began(decoders: 
     works.free(9)
 
 
-def test_a_text_is_told_from_where_it_is_held() -> None:
+def test_a_text_is_sent_from_where_it_is_held() -> None:
     text = list(range(20))
     on = Context(12, tuple(text[12:15]), text)
     assert [on.plus((15, 16), held) for held in (5, 12, 14, 15)] == [

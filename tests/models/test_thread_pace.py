@@ -1,5 +1,5 @@
-"""How many threads compiled steps use while other processes take the cores, on a machine that is modelled; and that
-no bit of a result depends on it."""
+"""How many threads compiled steps use while other processes take the cores, on a modelled machine; no bit of a result
+depends on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Machine = Callable[[int], tuple[float, float]]  # threads -> how often STEP a st
 
 
 class Driven:
-    """A pace that is told of steps on a machine that changes."""
+    """A pace with the times of steps on a machine that changes."""
 
     def __init__(self, most: int, says_idle: bool = True) -> None:
         self.now, self.idle, self.most = 0.0, 0.0, most
@@ -56,7 +56,7 @@ def busy(threads: int) -> tuple[float, float]:
 
 
 def crowded(threads: int) -> tuple[float, float]:
-    """So many busy processes that every thread has half a core, however few there are."""
+    """Enough busy processes that every thread has half a core, however few there are."""
     return 2 * 16 / threads, 0.5 * threads
 
 

@@ -142,7 +142,7 @@ def test_rows_after_extend_equal_a_plain_forward(runner: TransformersRunner) -> 
     _check(runner, _feed(runner, (23,), (ROOT,)))
 
 
-def test_a_prompt_read_in_chunks_equals_one_read_at_once(
+def test_a_prompt_prefilled_in_chunks_equals_one_prefilled_at_once(
     runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "prefill_chunk", 2)
@@ -202,7 +202,7 @@ def test_dropping_the_whole_tail_returns_to_the_prefix(runner: TransformersRunne
     _check(runner, _feed(runner, (24, 25), (ROOT, 0)))
 
 
-def test_everything_can_be_taken_back_from_an_empty_prefix(runner: TransformersRunner) -> None:
+def test_everything_can_be_rolled_back_from_an_empty_prefix(runner: TransformersRunner) -> None:
     runner.open(0, GREEDY)
     _feed(runner, (21, 22), (ROOT, 0))
     runner.keep(0, (), 0)
@@ -345,7 +345,7 @@ def test_what_cannot_be_loaded_is_named_in_a_sentence(tmp_path: Path) -> None:
         load_transformers(tmp_path)
 
 
-# --- over several GPUs: how it is asked for, and when it is refused ---
+# --- over several GPUs: how it is requested, and when it is refused ---
 
 
 @pytest.fixture

@@ -138,9 +138,9 @@ def random_blocks(kind: str, blocks: int) -> np.ndarray:
     may hold."""
     rng, size = np.random.default_rng(0), gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     held = rng.integers(0, 256, (blocks, size), dtype=np.uint8)
-    for place in HALVES[kind]:
+    for offset in HALVES[kind]:
         scales = rng.standard_normal(blocks) * 10.0 ** rng.integers(-7, 2, blocks)
-        held[:, place : place + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+        held[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
     return held
 
 
@@ -190,7 +190,7 @@ def written(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
-def test_a_tensor_of_several_pieces_is_read_whole(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_tensor_of_several_parts_is_read_whole(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     stored = gguf.GGMLQuantizationType[kind]
     packed = random_blocks(kind, CPU_NUMBERS * 5 // 2 // gguf.GGML_QUANT_SIZES[stored][0])
     file = written(tmp_path / "weights", kind, packed)
@@ -199,7 +199,7 @@ def test_a_tensor_of_several_pieces_is_read_whole(kind: str, dtype: torch.dtype,
     assert torch.equal(into, widened(packed, stored).to(dtype))
 
 
-def test_a_device_is_sent_stored_bytes_in_pieces_of_bounded_size(
+def test_a_device_is_sent_stored_bytes_in_parts_of_bounded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[torch.Tensor] = []

@@ -40,7 +40,7 @@ class Running:
         return self.http.post(path, content=sent, headers={"content-type": "application/json", **headers})
 
     def error(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Ask for something that is refused; returns the status and what is told."""
+        """Send a request that is refused; return the status and the error."""
         response = self.post(path, body)
         assert set(response.json()) == {"error"}, response.text
         return response.status_code, response.json()["error"]
@@ -107,10 +107,10 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def texts(told: list[dict[str, Any]]) -> dict[int, str]:
+def texts(reply: list[dict[str, Any]]) -> dict[int, str]:
     """What a stream says, by choice."""
     found: dict[int, str] = {}
-    for choice in (choice for event in told for choice in event["choices"]):
+    for choice in (choice for event in reply for choice in event["choices"]):
         new = choice["text"] if "text" in choice else choice["delta"].get("content", "")
         found[choice["index"]] = found.get(choice["index"], "") + new
     return found

@@ -89,25 +89,25 @@ def test_a_request_says_how_it_is_decoded_and_its_text_is_the_same(
 
 
 def test_the_speculations_figures_fit_together(served: Running) -> None:
-    told = events(
+    reply = events(
         served.post(
             COMPLETE,
             {"prompt": PROMPT, **BASE, "max_tokens": 60, "ignore_eos": True, "stream": True}
             | {"stream_options": {"include_usage": True}, "speculative": {"method": "pearl"}},
         )
     )
-    assert all(event["usage"] is None for event in told[:-1])
-    figures = told[-1]["metrics"]["speculative_decoding"]
+    assert all(event["usage"] is None for event in reply[:-1])
+    figures = reply[-1]["metrics"]["speculative_decoding"]
     assert sum(figures["acceptance_histogram"]) == figures["num_spec_steps"] > 0
     assert figures["num_draft_tokens"] > figures["num_accepted_draft_tokens"] > 0
     assert len(figures["num_accepted_tokens_per_pos"]) == figures["num_spec_tokens"]
     assert figures["mean_acceptance_length"] == pytest.approx(
         1 + figures["num_accepted_draft_tokens"] / figures["num_spec_steps"]
     )
-    assert told[-1]["usage"]["completion_tokens"] == 60 and told[-1]["choices"] == []
+    assert reply[-1]["usage"]["completion_tokens"] == 60 and reply[-1]["choices"] == []
 
 
-def test_usage_can_be_told_all_along(served: Running) -> None:
+def test_usage_can_be_sent_with_every_event(served: Running) -> None:
     body = {"prompt": PROMPT, **BASE, "stream": True, "stream_options": {"continuous_usage_stats": True}}
     counts = [event["usage"]["completion_tokens"] for event in events(served.post(COMPLETE, body))]
     assert counts == sorted(counts) and counts[-1] == 30
@@ -316,8 +316,8 @@ def test_bodies_that_are_no_json_and_paths_that_are_not_there_get_a_sentence(ser
 
 def test_texts_become_tokens_and_tokens_texts(served: Running, reference: LLM) -> None:
     ids = reference.tokenizer.encode("Zwölf 🙂")
-    told = served.post("/tokenize", {"prompt": "Zwölf 🙂", "return_token_strs": True}).json()
-    assert told["tokens"] == ids and told["count"] == len(ids) == len(told["token_strs"])
-    assert told["max_model_len"] == 480
+    reply = served.post("/tokenize", {"prompt": "Zwölf 🙂", "return_token_strs": True}).json()
+    assert reply["tokens"] == ids and reply["count"] == len(ids) == len(reply["token_strs"])
+    assert reply["max_model_len"] == 480
     assert served.post("/detokenize", {"tokens": ids}).json() == {"prompt": "Zwölf 🙂"}
     assert served.post("/tokenize", {"messages": TALK}).json()["tokens"] == reference.tokenizer.chat(TALK)

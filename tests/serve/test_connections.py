@@ -83,7 +83,7 @@ def test_a_body_that_keeps_coming_has_the_time_it_needs(impatient: Running) -> N
         assert b"HTTP/1.1 200" in rest(one)
 
 
-def test_a_new_connection_takes_the_place_of_the_one_that_waited_longest(pair: tuple[str, str]) -> None:
+def test_a_new_connection_replaces_the_one_that_waited_longest(pair: tuple[str, str]) -> None:
     with running(load_tiny(pair), max_per_address=3) as server:
         idle = [connected(server) for _ in range(3)]
         until(lambda: len(server.server._connections) == 3)

@@ -1,4 +1,4 @@
-"""Who may ask: keys are hashed at rest and can be taken back; a server on loopback answers to no other name."""
+"""Who may use the server: keys are hashed at rest and can be revoked; a server on loopback answers to no other name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specbranch.serve.keys import KeyFile, new_key
 OPEN = ("/health", "/ready", "/version", "/metrics", "/openapi.json", "/")
 
 
-def test_a_key_opens_and_can_be_taken_back_while_the_server_runs(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_key_opens_and_can_be_revoked_while_the_server_runs(pair: tuple[str, str], tmp_path: Path) -> None:
     file = tmp_path / "keys.txt"
     ann, bob = new_key(file, "ann"), new_key(file, "bob")
     with running(load_tiny(pair), keys=file) as server:

@@ -38,7 +38,7 @@ def asked(server: Running, key: str, **given: Any) -> httpx.Response:
     return server.post(COMPLETE, {**SHORT, **given}, authorization=f"Bearer {key}")
 
 
-def test_a_full_queue_and_a_busy_key_are_told_to_come_again(narrow: Running, keys: tuple[Path, str, str]) -> None:
+def test_a_full_queue_and_a_busy_key_get_a_time_to_retry(narrow: Running, keys: tuple[Path, str, str]) -> None:
     _, ann, bob = keys
     with ThreadPoolExecutor() as pool:
         with narrow.held():

@@ -27,8 +27,8 @@ def idle_before(served: Running) -> None:
     until(served.is_idle)
 
 
-def joined(told: list[dict[str, Any]]) -> str:
-    return "".join(text for one in told for text, _ in one.get("pieces", ()))
+def joined(reply: list[dict[str, Any]]) -> str:
+    return "".join(text for one in reply for text, _ in one.get("pieces", ()))
 
 
 @each_value
@@ -37,11 +37,11 @@ def joined(told: list[dict[str, Any]]) -> str:
 def test_a_chat_is_the_text_of_the_engine_with_all_its_rounds(
     served: Running, reference: LLM, method: str | None, clock: str
 ) -> None:
-    told = events(served.post(CHAT, {**ASKED, "method": method, "clock": clock, "temperature": 0.8, "seed": 4}))
+    reply = events(served.post(CHAT, {**ASKED, "method": method, "clock": clock, "temperature": 0.8, "seed": 4}))
     expected = reference.chat(ASKED["messages"], SamplingParams(temperature=0.8, seed=4, max_tokens=40))
-    pieces = [piece for one in told for piece in one["pieces"]]
-    assert joined(told) == expected.text == told[-1]["done"]["text"]
-    assert sum(frame["added"] for one in told for frame in one["frames"]) == len(pieces) == told[-1]["done"]["tokens"]
+    pieces = [piece for one in reply for piece in one["pieces"]]
+    assert joined(reply) == expected.text == reply[-1]["done"]["text"]
+    assert sum(frame["added"] for one in reply for frame in one["frames"]) == len(pieces) == reply[-1]["done"]["tokens"]
     assert {origin for _, origin in pieces} <= ({"target"} if method == RACERS[0] else {"target", "draft", "branch"})
 
 
@@ -54,9 +54,9 @@ def test_a_conversation_goes_on_and_its_oldest_turns_are_left_out_when_it_is_ful
         messages = [*turns * before, last]
         fits = [len(reference.tokenizer.chat(messages[at:])) <= 480 - 40 for at in range(0, len(messages), 2)]
         left_out = 2 * fits.index(True)
-        told = events(served.post(CHAT, {**ASKED, "messages": messages}))
-        assert told[0].get("left_out", 0) == left_out and (left_out > 0) == (before > 1)
-        assert joined(told) == reference.chat(messages[left_out:], params).text
+        reply = events(served.post(CHAT, {**ASKED, "messages": messages}))
+        assert reply[0].get("left_out", 0) == left_out and (left_out > 0) == (before > 1)
+        assert joined(reply) == reference.chat(messages[left_out:], params).text
 
 
 def test_a_long_conversation_is_tokenised_a_few_times_and_not_once_for_each_turn(
@@ -74,25 +74,25 @@ def test_a_long_conversation_is_tokenised_a_few_times_and_not_once_for_each_turn
 
 
 def test_a_word_that_was_drafted_has_its_node_in_the_round_it_came_in(served: Running) -> None:
-    told = events(served.post(CHAT, {**ASKED, "method": "specbranch", "max_tokens": 120}))
-    origins = [origin for one in told for _, origin in one["pieces"]]
-    place = 0
-    for frame in (frame for one in told for frame in one["frames"]):
-        drafted = origins[place : place + min(frame["added"], len(frame["path"]))]
-        place += frame["added"]
+    reply = events(served.post(CHAT, {**ASKED, "method": "specbranch", "max_tokens": 120}))
+    origins = [origin for one in reply for _, origin in one["pieces"]]
+    position = 0
+    for frame in (frame for one in reply for frame in one["frames"]):
+        drafted = origins[position : position + min(frame["added"], len(frame["path"]))]
+        position += frame["added"]
         assert set(drafted) <= {"draft"}
         if frame["hit"] is not None:
-            assert frame["nodes"][frame["hit"]][1] == frame["token"] and origins[place - 1] != "target"
-    assert place == len(origins)
+            assert frame["nodes"][frame["hit"]][1] == frame["token"] and origins[position - 1] != "target"
+    assert position == len(origins)
 
 
 @pytest.mark.parametrize("clock", tiered((WALL, *CLOCKS), WALL.__eq__))
 def test_a_race_ends_with_the_same_text_in_every_lane(served: Running, reference: LLM, clock: str) -> None:
-    told = events(served.post(RACE, {**RACED, "clock": clock}))
+    reply = events(served.post(RACE, {**RACED, "clock": clock}))
     expected = reference.chat([{"role": "user", "content": PROMPT}], SamplingParams(max_tokens=24))
     turns = range(1, (RACE_TURNS if clock == WALL else 1) + 1)
     lanes = {
-        (name, turn): [one for one in told if (one.get("lane"), one.get("turn")) == (name, turn)]
+        (name, turn): [one for one in reply if (one.get("lane"), one.get("turn")) == (name, turn)]
         for name in RACERS
         for turn in turns
     }
@@ -106,16 +106,16 @@ def test_a_race_ends_with_the_same_text_in_every_lane(served: Running, reference
 
 
 @pytest.mark.parametrize(("other_cores", "said"), [(1.5, "This machine is busy, figures are rough"), (0.0, "")])
-def test_methods_race_by_turns_after_a_warm_up_and_a_busy_machine_is_told(
+def test_methods_race_by_turns_after_a_warm_up_and_a_busy_machine_is_reported(
     served: Running, monkeypatch: pytest.MonkeyPatch, other_cores: float, said: str
 ) -> None:
     monkeypatch.setattr(LoadMeter, "other_cores", lambda meter: other_cores)
     monkeypatch.setattr(machine_load, "SPREAD", 1e9)
-    told = events(served.post(RACE, {**RACED, "max_tokens": 4}))
-    starts = [(one["turn"], one["lane"]) for one in told if "lane" in one and "steps" not in one]
+    reply = events(served.post(RACE, {**RACED, "max_tokens": 4}))
+    starts = [(one["turn"], one["lane"]) for one in reply if "lane" in one and "steps" not in one]
     assert starts == [(turn, name) for turn in range(RACE_TURNS + 1) for name in RACERS]
-    assert not [one for one in told if one.get("turn") == 0 and "steps" in one]
-    assert told[-1]["rough"].startswith(said) and bool(told[-1]["rough"]) == bool(said)
+    assert not [one for one in reply if one.get("turn") == 0 and "steps" in one]
+    assert reply[-1]["rough"].startswith(said) and bool(reply[-1]["rough"]) == bool(said)
 
 
 def test_the_page_is_offered_a_prompt_to_copy_from_and_a_free_one(served: Running) -> None:
@@ -220,12 +220,12 @@ def test_modelled_seconds_are_in_no_metric(served: Running) -> None:
 @pytest.mark.parametrize("clock", [WALL, "c10"])
 def test_a_race_without_a_draft_says_who_cannot_run(pair: tuple[str, str], clock: str) -> None:
     with running(LLM(pair[0], dtype="float64", device="cpu", options={"context_length": 480})) as found:
-        told = events(found.post(RACE, {**RACED, "clock": clock}))
-        errors = {one["lane"] for one in told if "error" in one}
+        reply = events(found.post(RACE, {**RACED, "clock": clock}))
+        errors = {one["lane"] for one in reply if "error" in one}
         assert {"speculative", "pearl"} <= errors and "autoregressive" not in errors
-        assert len([one for one in told if "error" in one]) == len(errors)  # once each, not in every turn
+        assert len([one for one in reply if "error" in one]) == len(errors)  # once each, not in every turn
         texts = {
-            name: joined([one for one in told if (one.get("lane"), one.get("turn")) == (name, 1)])
+            name: joined([one for one in reply if (one.get("lane"), one.get("turn")) == (name, 1)])
             for name in set(RACERS) - errors
         }
         assert len(set(texts.values())) == 1 and all(texts.values())

@@ -44,19 +44,19 @@ def test_answers_are_counted_under_vllms_names(pair: tuple[str, str]) -> None:
         ]
         server.post(COMPLETE, {**BODY, "stream": True})
         server.post(COMPLETE, {**BODY, "max_tokens": 10**9, "n": 100, "prompt": ["x"] * 9})
-        told = read(server)
+        reply = read(server)
         figures += [figures[0]]  # the same text again, streamed
-    assert told['request_success_totalfinished_reason="length"'] == 4 and told["generation_tokens_total"] == 160
+    assert reply['request_success_totalfinished_reason="length"'] == 4 and reply["generation_tokens_total"] == 160
     for name, figure in (("num_drafts", "num_spec_steps"), ("num_draft_tokens", "num_draft_tokens")):
-        assert told[f"spec_decode_{name}_total"] > 0 and figure in figures[0]
-    accepted = sum(value for name, value in told.items() if name.startswith("spec_decode_num_accepted_tokens_per_pos"))
-    assert 0 < accepted <= told["spec_decode_num_accepted_tokens_total"] < told["spec_decode_num_draft_tokens_total"]
+        assert reply[f"spec_decode_{name}_total"] > 0 and figure in figures[0]
+    accepted = sum(value for name, value in reply.items() if name.startswith("spec_decode_num_accepted_tokens_per_pos"))
+    assert 0 < accepted <= reply["spec_decode_num_accepted_tokens_total"] < reply["spec_decode_num_draft_tokens_total"]
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_generation_tokens"):
-        assert told[f"{name}_count"] == told[f'{name}_bucketle="+Inf"'] == 4
-    assert told["request_generation_tokens_sum"] == 160 and told["inter_token_latency_seconds_count"] > 3
-    assert told["num_requests_running"] == told["num_requests_waiting"] == told["kv_cache_usage_perc"] == 0
-    assert told["rollback_tokens_total"] > 0 and told['requests_refused_totalreason="size"'] == 1
-    assert told["branches_opened_total"] >= told["branches_hit_total"] > 0 and told["draft_restarts_total"] == 0
+        assert reply[f"{name}_count"] == reply[f'{name}_bucketle="+Inf"'] == 4
+    assert reply["request_generation_tokens_sum"] == 160 and reply["inter_token_latency_seconds_count"] > 3
+    assert reply["num_requests_running"] == reply["num_requests_waiting"] == reply["kv_cache_usage_perc"] == 0
+    assert reply["rollback_tokens_total"] > 0 and reply['requests_refused_totalreason="size"'] == 1
+    assert reply["branches_opened_total"] >= reply["branches_hit_total"] > 0 and reply["draft_restarts_total"] == 0
 
 
 @pytest.mark.slow  # a worker imports torch
@@ -108,7 +108,7 @@ def test_text_is_logged_where_that_is_asked(pair: tuple[str, str], caplog: pytes
     assert facts["prompts"] == [PROMPT] and facts["answers"] == [said]
 
 
-def test_a_mistake_of_the_program_is_told_by_its_place_and_not_by_its_message(
+def test_an_internal_error_is_logged_with_its_traceback_and_without_its_message(
     pair: tuple[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*given: Any, **named: Any) -> None:
@@ -121,5 +121,5 @@ def test_a_mistake_of_the_program_is_told_by_its_place_and_not_by_its_message(
         assert "cope" not in response.text
         assert server.server._limits.requests == 0
     line = next(JsonLines(with_text=False).format(record) for record in caplog.records if record.exc_info)
-    told = json.loads(line)
-    assert told["error"] == "ValueError" and "broken" in told["where"][-1] and "cope" not in line
+    reply = json.loads(line)
+    assert reply["error"] == "ValueError" and "broken" in reply["where"][-1] and "cope" not in line

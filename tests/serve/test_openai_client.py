@@ -69,16 +69,16 @@ def test_logprobs_are_the_engines_and_spell_the_text(client: openai.OpenAI, defa
     expected = default_reference.chat(TALK, SamplingParams(**ASKED, logprobs=3))
     assert expected.logprobs is not None
     answer = client.chat.completions.create(model=MODEL, messages=TALK, logprobs=True, top_logprobs=3, **ASKED)
-    told = answer.choices[0].logprobs
-    assert told is not None and told.content is not None
-    assert [one.logprob for one in told.content] == [pytest.approx(one.logprob, abs=1e-4) for one in expected.logprobs]
-    assert all(len(one.top_logprobs) == 3 for one in told.content)
-    assert bytes(byte for one in told.content for byte in one.bytes or []).decode() == expected.text
+    reply = answer.choices[0].logprobs
+    assert reply is not None and reply.content is not None
+    assert [one.logprob for one in reply.content] == [pytest.approx(one.logprob, abs=1e-4) for one in expected.logprobs]
+    assert all(len(one.top_logprobs) == 3 for one in reply.content)
+    assert bytes(byte for one in reply.content for byte in one.bytes or []).decode() == expected.text
     parts = client.chat.completions.create(
         model=MODEL, messages=TALK, logprobs=True, top_logprobs=3, stream=True, **ASKED
     )
     heard = [part.choices[0].logprobs for part in parts]
-    assert [one for part in heard if part for one in part.content or []] == told.content
+    assert [one for part in heard if part for one in part.content or []] == reply.content
 
 
 def test_errors_are_of_the_clients_kinds_and_say_what_to_do(client: openai.OpenAI) -> None:
@@ -96,14 +96,14 @@ def test_errors_are_of_the_clients_kinds_and_say_what_to_do(client: openai.OpenA
         client.responses.create(model=MODEL, input="Hello")
 
 
-def test_models_are_listed_and_told_of(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_described(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "specbranch"
     with pytest.raises(openai.NotFoundError, match="no model 'other/one'"):
         client.models.retrieve("other/one")
 
 
-def test_what_was_read_of_a_prompt_is_told_as_cached(client: openai.OpenAI) -> None:
+def test_the_cached_part_of_a_prompt_is_reported(client: openai.OpenAI) -> None:
     talk: Any = [{"role": "user", "content": "Tell me a long story about a branch. " * 8}]
     first, second = (client.chat.completions.create(model=MODEL, messages=talk, max_tokens=2).usage for _ in range(2))
     assert first and second and first.prompt_tokens_details and second.prompt_tokens_details

@@ -1,5 +1,4 @@
-"""The page in a real browser: what is seen at once, what is asked live, by keyboard, on a phone, in both colour
-schemes."""
+"""The page in a real browser: what it shows at once and live, by keyboard, on a phone, in both colour schemes."""
 
 from __future__ import annotations
 
@@ -151,8 +150,8 @@ def test_the_chat_says_what_the_engine_says(visit: Visit, reference: LLM) -> Non
 def test_a_word_tells_who_proposed_it(visit: Visit) -> None:
     visit.page.select_option("#chat-method", "pearl")  # which drafts whether it pays or not
     visit.ask()
-    told = {"target": "the target's own", "draft": "was drafted", "branch": "foreseen"}
-    for origin, words in told.items():
+    reply = {"target": "the target's own", "draft": "was drafted", "branch": "foreseen"}
+    for origin, words in reply.items():
         found = visit.page.locator(f".answer .tok.{origin}")
         if found.count():
             found.locator("b:not(:empty)").first.click()
@@ -405,7 +404,7 @@ def test_the_story_of_a_word_does_not_cover_the_word(browser: Any, served: Runni
 
 
 @pytest.mark.slow
-def test_a_refusal_is_told_on_the_page(browser: Any, served: Running) -> None:
+def test_a_refusal_is_shown_on_the_page(browser: Any, served: Running) -> None:
     visit = Visit(browser, served.url)
     visit.ask("word " * 3000)
     assert "but the context holds 480" in visit.page.locator(".answer .bad").inner_text()

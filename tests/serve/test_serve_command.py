@@ -23,7 +23,7 @@ STREAM = {"prompt": "Smile", "max_tokens": 300, "ignore_eos": True, "stream": Tr
 
 
 @pytest.mark.slow
-def test_a_server_told_to_stop_finishes_its_answers(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_server_that_is_stopped_finishes_its_answers(pair: tuple[str, str], tmp_path: Path) -> None:
     small = ["--device", "cpu", "--dtype", "float64", "--context-length", "400", "--port", "0", "--model-name", "tiny"]
     command = [sys.executable, "-m", "specbranch", "serve", "--target", pair[0], "--draft", pair[1], *small]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

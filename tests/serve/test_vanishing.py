@@ -67,8 +67,8 @@ def test_an_engine_that_fails_in_mid_stream_says_so_and_serves_the_next(
 
     monkeypatch.setattr(llm.target_runner, "verify", broken)
     with running(llm) as server:
-        *told, last = events(server.post(COMPLETE, {**LONG, "stream": True}))
-        assert told and last["error"]["type"] == "server_error" and "illegal memory" in last["error"]["message"]
+        *reply, last = events(server.post(COMPLETE, {**LONG, "stream": True}))
+        assert reply and last["error"]["type"] == "server_error" and "illegal memory" in last["error"]["message"]
         left[0] = 3
         status, error = server.error(COMPLETE, LONG)
         assert status == 500 and error["type"] == "server_error"
@@ -101,5 +101,5 @@ def test_a_draft_worker_that_is_killed_comes_back_while_requests_go_on(pair: tup
         for client in clients:
             assert set(client.result()) == {expected}
         until(server.is_idle)
-        told = f'specbranch:draft_restarts_total{{model_name="target",engine="0"}} {kills}'
-        assert told in server.http.get("/metrics").text
+        reply = f'specbranch:draft_restarts_total{{model_name="target",engine="0"}} {kills}'
+        assert reply in server.http.get("/metrics").text

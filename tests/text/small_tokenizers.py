@@ -77,7 +77,7 @@ KINDS = {"byte level": byte_level, "byte fallback": byte_fallback, "metaspace": 
 
 
 class CountingDecoder:
-    """A tokenizer that counts how many tokens it is asked to decode."""
+    """A tokenizer that counts how many tokens it decodes."""
 
     def __init__(self, tokenizer: TokenDecoder) -> None:
         self.decoded = 0

@@ -1,4 +1,4 @@
-"""Text given out piece by piece is the text of the whole."""
+"""Text returned in parts is the text of the whole list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = [
 ]
 
 
-def pieces(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = True) -> list[str]:
+def texts_of(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = True) -> list[str]:
     detokenizer = Detokenizer(tokenizer, skip_special)
     return [*(detokenizer.feed([token]) for token in ids), detokenizer.finish()]
 
@@ -31,7 +31,7 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = True) 
 @pytest.mark.parametrize("text", TEXTS)
 def test_texts_come_out_whole(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
-    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+    assert "".join(texts_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("skip_special", [True, False])
@@ -40,7 +40,7 @@ def test_random_tokens_give_the_text_of_the_whole_list(tokenizer: Tokenizer, ski
     for _ in range(400):
         # some ids have no token
         ids = [draw.randrange(tokenizer.vocabulary_size + 3) for _ in range(draw.randrange(1, 40))]
-        assert "".join(pieces(tokenizer, ids, skip_special)) == tokenizer.decode(ids, skip_special), ids
+        assert "".join(texts_of(tokenizer, ids, skip_special)) == tokenizer.decode(ids, skip_special), ids
 
 
 def test_random_bytes_and_special_tokens_give_the_text_of_the_whole_list(tokenizer: Tokenizer) -> None:
@@ -52,7 +52,7 @@ def test_random_bytes_and_special_tokens_give_the_text_of_the_whole_list(tokeniz
     ]
     for _ in range(300):
         ids = draw.choices(single, k=draw.randrange(1, 120))
-        assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids), ids
+        assert "".join(texts_of(tokenizer, ids)) == tokenizer.decode(ids), ids
 
 
 def test_several_tokens_at_once_give_the_same_text(tokenizer: Tokenizer) -> None:
@@ -66,28 +66,28 @@ def test_several_tokens_at_once_give_the_same_text(tokenizer: Tokenizer) -> None
     assert text + detokenizer.finish() == tokenizer.decode(ids)
 
 
-def test_no_piece_ends_within_a_character(tokenizer: Tokenizer) -> None:
+def test_no_returned_text_ends_within_a_character(tokenizer: Tokenizer) -> None:
     for text in ("🙂😂👋🏽", "汉字不在词表里", "ᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ"):
         ids = tokenizer.encode(text, add_special=False)
-        shown = pieces(tokenizer, ids)
-        assert not any("\ufffd" in piece for piece in shown) or "\ufffd" in tokenizer.decode(ids)
+        shown = texts_of(tokenizer, ids)
+        assert not any("\ufffd" in part for part in shown) or "\ufffd" in tokenizer.decode(ids)
         assert "".join(shown) == tokenizer.decode(ids)
 
 
 def test_a_split_emoji_appears_with_its_last_byte(byte_level_tokenizer: Tokenizer) -> None:
     ids = byte_level_tokenizer.encode("🜚")
     assert len(ids) > 2
-    assert pieces(byte_level_tokenizer, ids) == [*[""] * (len(ids) - 1), "🜚", ""]
+    assert texts_of(byte_level_tokenizer, ids) == [*[""] * (len(ids) - 1), "🜚", ""]
 
 
 def test_plain_words_appear_with_their_token(byte_level_tokenizer: Tokenizer) -> None:
     ids = byte_level_tokenizer.encode("the guess was right")
-    assert pieces(byte_level_tokenizer, ids)[:-1] == [byte_level_tokenizer.decode([token]) for token in ids]
+    assert texts_of(byte_level_tokenizer, ids)[:-1] == [byte_level_tokenizer.decode([token]) for token in ids]
 
 
 def test_half_a_character_at_the_end_is_marked_not_lost(byte_level_tokenizer: Tokenizer) -> None:
     ids = byte_level_tokenizer.encode("so 🜚")[:-1]
-    shown = pieces(byte_level_tokenizer, ids)
+    shown = texts_of(byte_level_tokenizer, ids)
     assert "".join(shown[:-1]).strip() == "so" and shown[-1].endswith("\ufffd")
     assert "".join(shown) == byte_level_tokenizer.decode(ids)
 
@@ -96,12 +96,12 @@ def test_a_bad_byte_changes_the_whole_run_before_it_is_shown(byte_fallback_token
     by_name = {token: token_id for token_id, token in byte_fallback_tokenizer.vocabulary().items()}
     ids = [by_name["<0x41>"], by_name["<0xFF>"], by_name["a"]]
     assert byte_fallback_tokenizer.decode(ids[:1]) == "A"  # what a hasty reader would have shown
-    assert "".join(pieces(byte_fallback_tokenizer, ids)) == "\ufffd\ufffda"
+    assert "".join(texts_of(byte_fallback_tokenizer, ids)) == "\ufffd\ufffda"
 
 
 def test_a_special_token_between_does_not_cost_a_space(byte_fallback_tokenizer: Tokenizer) -> None:
     first, second = (byte_fallback_tokenizer.encode(word, add_special=False) for word in ("guess", "branch"))
-    assert "".join(pieces(byte_fallback_tokenizer, [1, *first, 2, 2, *second])) == "guess branch"
+    assert "".join(texts_of(byte_fallback_tokenizer, [1, *first, 2, 2, *second])) == "guess branch"
 
 
 def test_pending_reads_as_if_nothing_followed(byte_fallback_tokenizer: Tokenizer) -> None:
@@ -143,7 +143,7 @@ def test_a_long_stretch_of_unfinished_characters_is_cut_between_them(
     spelled = byte_level_tokenizer.vocabulary()
     single = {byte_of(token): token_id for token_id, token in spelled.items() if len(token) == 1}
     ids = [single[byte] for byte in pattern] * 60
-    shown = pieces(byte_level_tokenizer, ids)
+    shown = texts_of(byte_level_tokenizer, ids)
     assert "".join(shown) == byte_level_tokenizer.decode(ids) == bytes(pattern * 60).decode(errors="replace")
     assert len(shown[-1]) < 40  # most of it was given out before the end
 

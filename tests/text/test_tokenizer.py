@@ -315,7 +315,7 @@ def test_a_gguf_is_read_by_the_class_that_transformers_chooses(architecture: str
     assert [ours.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
 
 
-def test_a_class_that_is_named_beside_a_gguf_is_heeded(tmp_path: Path) -> None:
+def test_a_class_that_is_named_beside_a_gguf_is_used(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     path = gguf_with("llama", tmp_path / "m.gguf")

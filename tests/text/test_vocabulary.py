@@ -29,7 +29,7 @@ def test_a_padded_vocabulary_shares_the_smaller_size(tmp_path: Path) -> None:
 
 
 def swapped(made_in: Path, pairs: int) -> Tokenizer:
-    """A byte-level tokenizer in which `pairs` pairs of single-byte tokens have changed places."""
+    """A byte-level tokenizer in which `pairs` pairs of single-byte tokens are swapped."""
     plain = json.loads(byte_level().to_str())
     by_id = {token_id: token for token, token_id in plain["model"]["vocab"].items()}
     for n in range(pairs):

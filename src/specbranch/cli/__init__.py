@@ -1,1 +1,1 @@
-"""The command line: one file a command, imported only when it is asked for."""
+"""The command line: one file a command, imported only when it is called."""

@@ -69,7 +69,7 @@ def profile(out: Path, executor: ExecutorName, check: bool, as_json: bool, **giv
 
 
 def _loaded(given: dict[str, Any], executor: ExecutorName) -> LoadedPair:
-    """Load the pair that was asked for, fetching what is not here first."""
+    """Load the requested pair; fetch missing models first."""
     from specbranch.cli.progress import pulled
     from specbranch.lab.measure.loaded_pair import load_pair, pair_name
 
@@ -80,8 +80,8 @@ def _loaded(given: dict[str, Any], executor: ExecutorName) -> LoadedPair:
 
 
 def pair_choices(given: dict[str, Any]) -> tuple[ModelChoice, ModelChoice]:
-    """Return both models as they were asked for; refuse a target alone."""
-    from specbranch.assembly import ModelChoice, kept_by_draft
+    """Return the choices of both models by the options; refuse a target without a draft."""
+    from specbranch.assembly import ModelChoice, draft_cache_dtype
 
     target, draft = chosen_models(given["pair"], given["target"], given["draft"])
     if draft is None:
@@ -89,9 +89,9 @@ def pair_choices(given: dict[str, Any]) -> tuple[ModelChoice, ModelChoice]:
             "A target alone was given, and a pair is needed. Give its draft with --draft, or name a --pair."
         )
     both = {name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None}
-    kept, beside = given["cache_dtype"], given["draft_device"] or given["device"]
-    own = {"device": beside, "weights": given["draft_weights"], "cache_dtype": kept_by_draft(kept, beside)}
-    big = ModelChoice(target, device=given["device"], weights=given["weights"], cache_dtype=kept, **both)
+    cached, device = given["cache_dtype"], given["draft_device"] or given["device"]
+    own = {"device": device, "weights": given["draft_weights"], "cache_dtype": draft_cache_dtype(cached, device)}
+    big = ModelChoice(target, device=given["device"], weights=given["weights"], cache_dtype=cached, **both)
     return big, ModelChoice(draft, shorten=True, **own, **both)
 
 

@@ -140,7 +140,7 @@ def _style(llm: LLM, colour: bool | None, width: int | None) -> Style:
 
 
 def _takes_unicode() -> bool:
-    """Whether standard output can show more than ASCII."""
+    """Return True if standard output can show more than ASCII."""
     try:
         "█▓·»…␣".encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

@@ -1,9 +1,9 @@
-"""The network of H-RAD: from a target's hidden states to the chances that none, some or all of a draft is taken, for
-every draft length.
+"""The network of H-RAD: from a target's hidden states to the chances that none, some or all of a draft is accepted.
 
-Owns the layers and the scaling before and after them. The trunk is the paper's, 5H → 256 → 64. Where the paper ends in
-three classes for one draft length, this ends in one chance for each place of a draft: that its token is taken once all
-before it are. The three classes follow from them for any length, and agree with each other.
+Owns the layers and the scaling before and after them, but neither training nor files. The trunk is the paper's,
+5H → 256 → 64. The paper ends in three classes for one draft length. This network ends in one chance for each position
+of a draft: that its token is accepted once all before it are. Invariant: the three classes follow from these chances
+for any length, and agree with each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 OUTCOMES = 3
 WIDE_LAYER, NARROW_LAYER = 256, 64
 DROPOUT = 0.2
-FARTHEST = 10.0  # standard deviations: a few places of a residual stream are far out, and would drown the rest
+FARTHEST = 10.0  # standard deviations: a few dimensions of a residual stream are outliers, and would drown the rest
 
 
 class Network(nn.Module):
@@ -26,12 +26,12 @@ class Network(nn.Module):
     shift: Tensor
 
     def __init__(self, width: int, longest: int, forgets: float = 0.0) -> None:
-        """`forgets`: the share of the features that is left out at random while it learns."""
+        """`forgets`: the share of the features that training drops at random."""
         super().__init__()
         self.width, self.longest = width, longest
         for name, tensor in (("mean", torch.zeros(width)), ("scale", torch.ones(width))):
             self.register_buffer(name, tensor)
-        # calibration: what scores become
+        # calibration of the scores
         for name, tensor in (
             ("sharpness", torch.ones(longest)),
             ("shift", torch.zeros(longest)),
@@ -45,12 +45,12 @@ class Network(nn.Module):
         self.dropout, self.forgetting = nn.Dropout(DROPOUT), nn.Dropout(forgets)
 
     def fit_scale(self, features: Tensor) -> None:
-        """Learn where the features lie."""
+        """Take mean and scale from training features."""
         self.mean.copy_(features.float().mean(0))
         self.scale.copy_(features.float().std(0, correction=0).clamp_min(1e-6))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Score each place of a draft: the log of the odds that its token is taken once all before it are [rows,
+        """Score each position of a draft: the log-odds that its token is accepted once all before it are [rows,
         longest]."""
         x = ((features.float() - self.mean) / self.scale).clamp_(-FARTHEST, FARTHEST)
         x = torch.relu_(self.first(self.forgetting(x) if self.training else x))
@@ -59,11 +59,11 @@ class Network(nn.Module):
         return torch.addcmul(self.shift, scores, self.sharpness)
 
     def steps(self, features: Tensor) -> Tensor:
-        """The chance of each token once all before it are taken [rows, longest]."""
+        """Return the chance of each token once all before it are accepted [rows, longest]."""
         return torch.sigmoid(self.forward(features))
 
     def chances(self, features: Tensor) -> Tensor:
-        """The chances that none, some or all of a draft is taken, for each length [rows, longest, 3]."""
+        """Return the chances that none, some or all of a draft is accepted, for each length [rows, longest, 3]."""
         steps = self.steps(features)
         none, whole = (1 - steps[:, :1]).expand_as(steps), steps.cumprod(1)
         return torch.stack((none, (1 - none - whole).clamp_min(0.0), whole), dim=-1)

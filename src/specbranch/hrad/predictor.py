@@ -1,8 +1,8 @@
 """A trained predictor and its folder: `predictor.safetensors` holds the weights, `predictor.json` says what it was
 trained for.
 
-Owns the format. Invariants: a folder that is read whole holds exactly what was saved, as the digest of the weights is
-in the JSON; a predictor for another pair is refused before anything is computed with it.
+Owns the format of the folder. It does not own training. Invariant: a folder that loads holds exactly what was saved,
+because the JSON has the digest of the weights. A predictor for another pair is refused before it computes anything.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class About:
     target_identity: str
     draft: str
     draft_identity: str
-    longest: int  # draft length up to which it foretells (γ)
-    layers: int  # of the target whose hidden states it reads (K)
+    longest: int  # the longest draft that it covers (γ)
+    layers: int  # last layers of the target whose hidden states it takes (K)
     hidden: int  # their width
     figures: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
-        """Features: the hidden states, and the embedding of the token they led to."""
+        """The number of features: the hidden states, and the embedding of the token they led to."""
         return (self.layers + 1) * self.hidden
 
 
@@ -62,7 +62,7 @@ class Predictor:
     digest: str = ""  # of its weights
 
     def save(self, folder: Path) -> None:
-        """Write it; the JSON comes last, so that a folder which has one is whole."""
+        """Write the folder. The JSON comes last, so a folder that has one is whole."""
         tensors = {name: tensor.detach().cpu().to(torch.float16) for name, tensor in self.network.state_dict().items()}
         for name in ("mean", "scale", "sharpness", "shift"):  # a few numbers, of any size
             tensors[name] = self.network.state_dict()[name].detach().cpu().float()
@@ -80,7 +80,7 @@ class Predictor:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read one, or say what is wrong with it."""
+        """Load a folder; refuse a damaged one."""
         card = _card(folder)
         about, expected = _about(folder, card), card.get("weights_sha256")
         try:

@@ -1,7 +1,7 @@
 """A request's way through the engine: admitted, submitted, answered whole or as a stream.
 
-Owns the submissions of one request. What an answer looks like is its `Form`'s business. Invariants: a stream's text is
-the plain answer's; however a request ends, its submissions are cancelled and it is counted out.
+Owns the submissions of one request. It does not own what an answer looks like: its `Form` does. Invariant: however a
+request ends, its submissions are cancelled and it is counted out. A stream has the text of the whole answer.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from specbranch.serve.serving import Serving, serving_of
 from specbranch.serve.usage import answer_metrics, usage, usage_so_far
 
 log = logging.getLogger("specbranch.serve")
-LEAST_SECONDS = 1e-3  # seconds that a request has left at least: the engine says that it is late
+LEAST_SECONDS = 1e-3  # the least deadline: a request that is late already gets its error from the engine
 PromptScores = list[tuple[TokenLogprobs, ...]]  # of each prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request as the engine takes it."""
+    """A request in the form that the engine takes."""
 
     prompts: list[list[int]]
     params: SamplingParams
     options: RequestOptions
-    stream: StreamOptions | None = None  # nothing: it is answered whole
-    scored: int | None = None  # tokens told at each place of the prompts, if they are to be scored at all
-    generates: bool = True  # whether anything is to be written
+    stream: StreamOptions | None = None  # None: it is answered as a whole
+    scored: int | None = None  # top tokens to report at each position of the prompts; None: no scores of prompts
+    generates: bool = True  # False: only the prompts are scored
 
     @property
     def choices(self) -> int:
-        """How many answers there are."""
+        """The number of answers: n for each prompt."""
         return len(self.prompts) * self.params.n
 
 
@@ -62,31 +62,31 @@ class Form(Protocol):
     prefix: str  # of their ids
 
     def opening(self, index: int, scores: PromptScores) -> BaseModel | None:
-        """What a stream begins with, before any text."""
+        """Return what a stream starts with, before any text; None for nothing."""
         ...
 
     def part(self, index: int, pieces: Sequence[Piece]) -> BaseModel | None:
-        """What is new."""
+        """Return new text as a choice; None if there is nothing to send."""
         ...
 
     def end(self, index: int, reason: Reason) -> BaseModel:
-        """What a stream ends with."""
+        """Return the last choice of a stream."""
         ...
 
     def whole(self, index: int, output: Output | None, scores: PromptScores) -> BaseModel:
-        """All of it at once; nothing was written where there is no output."""
+        """Return the whole answer as a choice. Without an output there is only the prompt."""
         ...
 
     def envelope(self, **values: Any) -> Envelope:
-        """What choices are sent in."""
+        """Return the object that choices are sent in."""
         ...
 
 
-Work = Callable[[], tuple[Prepared, Form]]  # makes tokens of a body; it takes long
+Work = Callable[[], tuple[Prepared, Form]]  # turns a body into tokens, which takes long
 
 
 async def respond(request: Request, samples: int, within: float, work: Work) -> Response:
-    """Answer a request with so many samples, in so many seconds; it is counted before its prompt is tokenised."""
+    """Answer a request of `samples` samples within `within` seconds. It is counted before its prompt is tokenised."""
     serving, note = serving_of(request), note_of(request.scope)
     admitted = serving.limits.admit(note.key, samples)
     try:
@@ -99,7 +99,7 @@ async def respond(request: Request, samples: int, within: float, work: Work) -> 
 
 
 async def _started(serving: Serving, note: RequestNote, admitted: Admitted, within: float, work: Work) -> Response:
-    """Return the whole answer, or a stream whose first part is there."""
+    """Return the whole answer, or a stream once its first part is there."""
     try:
         async with asyncio.timeout(within):
             prepared, form = await serving.tokenizing.do(note.body_bytes, work)
@@ -122,7 +122,7 @@ async def _started(serving: Serving, note: RequestNote, admitted: Admitted, with
 
 @dataclass(slots=True)
 class Answering:
-    """One request under way."""
+    """One running request."""
 
     serving: Serving
     prepared: Prepared
@@ -135,7 +135,7 @@ class Answering:
     submissions: list[Submission] = field(default_factory=list)
     outputs: dict[int, Output] = field(default_factory=dict)
     said: int = 0  # tokens so far
-    heard: dict[int, float] = field(default_factory=dict)  # when there was last something new of each answer
+    heard: dict[int, float] = field(default_factory=dict)  # the time of each answer's latest chunk
 
     def submit(self) -> None:
         """Send everything to the engine."""
@@ -145,7 +145,7 @@ class Answering:
             self.submissions += self.serving.engine.submit_each(prompt, asked.params, options, streams=streams)
 
     def close(self) -> None:
-        """Let go of everything, and note how it went."""
+        """Cancel what still runs, count the request out, and note facts for the log."""
         for submission in self.submissions:
             submission.cancel()
         self.admitted.leave()
@@ -160,7 +160,7 @@ class Answering:
             facts["answers"] = [one.text for one in self.outputs.values()]
 
     async def whole(self) -> Response:
-        """Answer all at once."""
+        """Return the whole answer."""
         scores = await self._scores()
         for index, submission in enumerate(self.submissions):
             self._note(index, await submission.output())
@@ -169,7 +169,7 @@ class Answering:
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
     async def begin(self) -> tuple[PromptScores, list[tuple[int, Chunk]], AsyncIterator[tuple[int, Chunk]]]:
-        """Wait for the first that is to be sent: what goes wrong before is told by a status."""
+        """Wait for the first chunk. Until then, an error still becomes an HTTP status."""
         scores, chunks = await self._scores(), merged(self.submissions)
         first = [await anext(chunks)] if self.submissions else []
         for _, chunk in first:
@@ -180,37 +180,37 @@ class Answering:
     async def events(
         self, scores: PromptScores, first: list[tuple[int, Chunk]], rest: AsyncIterator[tuple[int, Chunk]]
     ) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, to its last."""
+        """Yield all events of a stream."""
         for index in range(self.prepared.choices):
             if (opening := self.form.opening(index, scores)) is not None:
                 yield self._event(opening)
         try:
             async for index, chunk in _chained(first, rest):
-                for told in self._told(index, chunk):
-                    yield self._event(told)
+                for choice in self._choices(index, chunk):
+                    yield self._event(choice)
             for index in range(0 if self.submissions else self.prepared.choices):
                 yield self._event(self.form.end(index, "length"))
             if self.prepared.stream and self.prepared.stream.include_usage:
                 yield event(self._last())
-        except Exception as error:  # the status is sent already
+        except Exception as error:  # too late for a status: it is sent already
             if not isinstance(error, SpecBranchError):
                 log.error("A stream failed by a mistake of the program.", exc_info=error)
             yield event(json.dumps(of_engine(error).body()))
         yield DONE
 
-    def _told(self, index: int, chunk: Chunk) -> list[BaseModel]:
-        """What an engine's chunk makes a client hear."""
+    def _choices(self, index: int, chunk: Chunk) -> list[BaseModel]:
+        """Return a chunk of the engine as choices for the client."""
         self.said += len(chunk.pieces)
         now = time.monotonic()
         if index in self.heard:
             self.serving.metrics.chunk(now - self.heard[index])
         self.heard[index] = now
         part = self.form.part(index, chunk.pieces) if chunk.pieces else None
-        told = [] if part is None else [part]
+        choices = [] if part is None else [part]
         if chunk.output is None:
-            return told
+            return choices
         self._note(index, chunk.output)
-        return [*told, self.form.end(index, reason_of(chunk.output))]
+        return [*choices, self.form.end(index, reason_of(chunk.output))]
 
     def _note(self, index: int, output: Output) -> None:
         if output.error is not None:
@@ -219,7 +219,7 @@ class Answering:
         self.serving.metrics.finished(output)
 
     async def _scores(self) -> PromptScores:
-        """How likely the prompts are, if that is asked."""
+        """Return the log-probabilities of the prompts, if they were requested."""
         asked, engine = self.prepared, self.serving.engine
         if asked.scored is None:
             return []
@@ -229,22 +229,22 @@ class Answering:
 
     def _event(self, choice: BaseModel) -> bytes:
         options = self.prepared.stream or StreamOptions()
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if options.continuous_usage_stats:
-            told["usage"] = usage_so_far(self.prepared.prompts, self.said)
+            fields["usage"] = usage_so_far(self.prepared.prompts, self.said)
         elif options.include_usage:
-            told["usage"] = None
-        return event(self._envelope([choice], f"{self.form.name}.chunk", **told).model_dump_json(exclude_unset=True))
+            fields["usage"] = None
+        return event(self._envelope([choice], f"{self.form.name}.chunk", **fields).model_dump_json(exclude_unset=True))
 
     def _last(self) -> str:
-        """The event that tells what it cost."""
-        told = {"usage": self._usage(), "metrics": answer_metrics(self.outputs)}
-        return self._envelope([], f"{self.form.name}.chunk", **told).model_dump_json(exclude_unset=True)
+        """Return the event with usage and metrics."""
+        fields = {"usage": self._usage(), "metrics": answer_metrics(self.outputs)}
+        return self._envelope([], f"{self.form.name}.chunk", **fields).model_dump_json(exclude_unset=True)
 
     def _usage(self) -> Usage:
         return usage(self.prepared.prompts, self.outputs, self.prepared.params.n)
 
-    def _envelope(self, choices: list[BaseModel], kind: str, **told: Any) -> Envelope:
+    def _envelope(self, choices: list[BaseModel], kind: str, **fields: Any) -> Envelope:
         return self.form.envelope(
             id=f"{self.form.prefix}-{self.id}",
             object=kind,
@@ -252,17 +252,17 @@ class Answering:
             model=self.serving.model,
             system_fingerprint=f"specbranch-{__version__}",
             choices=choices,
-            **told,
+            **fields,
         )
 
 
 def reason_of(output: Output) -> Reason:
-    """Return why an answer ended that ended well."""
+    """Return the finish reason of an answer without an error."""
     return "stop" if output.finish_reason == "stop" else "length"
 
 
 async def merged(submissions: Sequence[Submission]) -> AsyncIterator[tuple[int, Chunk]]:
-    """The chunks of several submissions as they come, each with its number."""
+    """Yield the chunks of several submissions as they come, each with the number of its submission."""
     if len(submissions) == 1:
         async for chunk in submissions[0]:
             yield 0, chunk

@@ -1,7 +1,7 @@
-"""JSON bodies: read, parsed and checked in a thread where they are long, so that others are heard meanwhile.
+"""JSON bodies: read, parsed and checked; long ones in a thread, so that other requests do not wait.
 
-Owns how a body becomes an object of `protocol.py`. Invariant: what a body may hold is bounded before its parts are
-looked at, for each unknown name and each wrong part costs time.
+Owns how a body becomes an object of `protocol.py`. Invariant: the number of a body's parts is bounded before they are
+checked, because each unknown name and each wrong part costs time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class CheckedRoute(APIRoute):
-    """A route whose body is checked before FastAPI sees it; FastAPI takes an object that is checked as it is."""
+    """A route whose body is checked before FastAPI sees it. FastAPI takes a checked object as it is."""
 
     def get_route_handler(self) -> Handler:
         """Return what answers a request."""

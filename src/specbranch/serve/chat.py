@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation goes on.
+"""/v1/chat/completions: continues a conversation.
 
 Owns what the answer to a conversation looks like.
 """
@@ -34,7 +34,7 @@ async def chat(asked: ChatRequest, request: Request) -> Response:
 
 
 def _work(serving: Serving, asked: ChatRequest) -> tuple[Prepared, ChatForm]:
-    """Make what the engine takes of a conversation."""
+    """Turn a conversation into what the engine takes."""
     ids = chat_ids(serving, asked.messages, asked.chat_template_kwargs)
     check_length(serving, ids, "messages")
     given = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
@@ -43,7 +43,7 @@ def _work(serving: Serving, asked: ChatRequest) -> tuple[Prepared, ChatForm]:
 
 
 class ChatForm:
-    """Messages, or what is new of them."""
+    """Writes whole messages, or the new text of a stream."""
 
     name = "chat.completion"
     prefix = "chatcmpl"
@@ -52,22 +52,22 @@ class ChatForm:
         self._spelling = spelling
 
     def opening(self, index: int, scores: PromptScores) -> ChatChoice:
-        """Say who speaks."""
+        """Return the role of the speaker."""
         return _delta(index, AssistantMessage(role="assistant", content=""))
 
     def part(self, index: int, pieces: Sequence[Piece]) -> ChatChoice | None:
-        """Say what is new."""
+        """Return new text."""
         text, logprobs = "".join(piece.text for piece in pieces), self._logprobs(pieces)
         if not text and logprobs is None:
             return None
         return _delta(index, AssistantMessage(content=text), logprobs)
 
     def end(self, index: int, reason: Reason) -> ChatChoice:
-        """Say why it ended."""
+        """Return the finish reason."""
         return ChatChoice(index=index, delta=AssistantMessage(), logprobs=None, finish_reason=reason)
 
     def whole(self, index: int, output: Output | None, scores: PromptScores) -> ChatChoice:
-        """Say all at once."""
+        """Return the whole message."""
         assert output is not None
         return ChatChoice(
             index=index,
@@ -77,14 +77,14 @@ class ChatForm:
         )
 
     def envelope(self, **values: Any) -> ChatResponse:
-        """What choices are sent in."""
+        """Return the object that choices are sent in."""
         return ChatResponse(**values)
 
     def _logprobs(self, pieces: Sequence[Piece]) -> ChatLogprobs | None:
         if not pieces or pieces[0].logprobs is None:
             return None
-        told = [self._spelling.chat(piece.token, piece.logprobs) for piece in pieces if piece.logprobs is not None]
-        return ChatLogprobs(content=told, refusal=None)
+        scores = [self._spelling.chat(piece.token, piece.logprobs) for piece in pieces if piece.logprobs is not None]
+        return ChatLogprobs(content=scores, refusal=None)
 
 
 def _delta(index: int, said: AssistantMessage, logprobs: ChatLogprobs | None = None) -> ChatChoice:

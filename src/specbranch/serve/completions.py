@@ -1,4 +1,4 @@
-"""/v1/completions: a text, or token ids, go on.
+"""/v1/completions: continues a text, or token ids.
 
 Owns what the answer to a prompt looks like, its echo and their log-probabilities included.
 """
@@ -35,7 +35,7 @@ router = APIRouter(route_class=CheckedRoute)
 
 @router.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
 async def completions(asked: CompletionRequest, request: Request) -> Response:
-    """Go on with a text."""
+    """Continue a text."""
     serving = serving_of(request)
     serving.check_model(asked.model)
     if asked.max_tokens == 0 and not asked.echo:
@@ -53,20 +53,20 @@ class Echoed:
 
 
 def _prompts(asked: CompletionRequest) -> Sequence[str | list[int]]:
-    """Return the prompts of a request, which may be one."""
+    """Return the prompts of a request as a list, also a single one."""
     given = asked.prompt
     several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     return cast("list[str | list[int]]", several)
 
 
 def _samples(asked: CompletionRequest) -> int:
-    """Return how many answers the engine is to write, the scoring of prompts included."""
+    """Return how many samples the engine has to run, the scoring of prompts included."""
     each = (asked.n if asked.max_tokens else 0) + (asked.echo and asked.logprobs is not None)
     return each * len(_prompts(asked))
 
 
 def _work(serving: Serving, asked: CompletionRequest) -> tuple[Prepared, CompletionForm]:
-    """Make what the engine takes of prompts."""
+    """Turn prompts into what the engine takes."""
     prompts = [_prompt(serving, one, asked) for one in _prompts(asked)]
     scored, ids = asked.logprobs if asked.echo else None, [prompt.ids for prompt in prompts]
     work = prepared(serving, asked, ids, asked.max_tokens, asked.logprobs, scored)
@@ -85,59 +85,59 @@ def _prompt(serving: Serving, given: str | list[int], asked: CompletionRequest) 
 
 
 class CompletionForm:
-    """Texts, or what is new of them."""
+    """Writes whole texts, or the new text of a stream."""
 
     name = "text_completion"
     prefix = "cmpl"
 
     def __init__(self, serving: Serving, echoed: Sequence[Echoed], n: int) -> None:
-        """`echoed`: the prompts, if they are to be told, too; each has n answers."""
+        """`echoed`: the prompts, if the answer repeats them. `n`: answers of each prompt."""
         self._spelling, self._tokenizer = serving.spelling, serving.engine.tokenizer
         self._echoed, self._n = echoed, n
-        self._told: dict[int, int] = {}  # characters so far
+        self._characters: dict[int, int] = {}  # characters so far
 
     def opening(self, index: int, scores: PromptScores) -> CompletionChoice | None:
-        """Tell the prompt, if it is to be told."""
+        """Return the prompt, if the answer repeats it."""
         if not self._echoed:
             return None
         at = index // self._n
         prompt = self._echoed[at]
-        self._told[index] = len(prompt.text)
+        self._characters[index] = len(prompt.text)
         logprobs = self._of_prompt(prompt, scores[at]) if scores else None
         return CompletionChoice(index=index, text=prompt.text, logprobs=logprobs, finish_reason=None)
 
     def part(self, index: int, pieces: Sequence[Piece]) -> CompletionChoice | None:
-        """Tell what is new."""
+        """Return new text."""
         texts = [piece.text for piece in pieces]
-        text, start = "".join(texts), self._told.get(index, 0)
-        self._told[index] = start + len(text)
+        text, start = "".join(texts), self._characters.get(index, 0)
+        self._characters[index] = start + len(text)
         logprobs = None
         if pieces and pieces[0].logprobs is not None:
-            tokens, told = [piece.token for piece in pieces], [piece.logprobs for piece in pieces]
-            logprobs = self._spelling.completion(tokens, told, texts, start)
+            tokens, scores = [piece.token for piece in pieces], [piece.logprobs for piece in pieces]
+            logprobs = self._spelling.completion(tokens, scores, texts, start)
         if not text and logprobs is None:
             return None
         return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=None)
 
     def end(self, index: int, reason: Reason) -> CompletionChoice:
-        """Tell why it ended."""
+        """Return the finish reason."""
         return CompletionChoice(index=index, text="", logprobs=None, finish_reason=reason)
 
     def whole(self, index: int, output: Output | None, scores: PromptScores) -> CompletionChoice:
-        """Tell all at once."""
+        """Return the whole text."""
         parts = [self.opening(index, scores), self.part(index, output.pieces) if output else None]
         there = [part for part in parts if part is not None]
-        told = [part.logprobs for part in there if part.logprobs is not None]
+        logprobs = [part.logprobs for part in there if part.logprobs is not None]
         reason: Reason = reason_of(output) if output else "length"
         text = "".join(part.text for part in there)
-        return CompletionChoice(index=index, text=text, logprobs=_joined(told), finish_reason=reason)
+        return CompletionChoice(index=index, text=text, logprobs=_joined(logprobs), finish_reason=reason)
 
     def envelope(self, **values: Any) -> CompletionResponse:
-        """What choices are sent in."""
+        """Return the object that choices are sent in."""
         return CompletionResponse(**values)
 
     def _of_prompt(self, prompt: Echoed, score: Any) -> CompletionLogprobs:
-        """How likely the tokens of a prompt are; nothing is known of the first."""
+        """Return the log-probabilities of a prompt's tokens; the first has none."""
         reader = Detokenizer(self._tokenizer, skip_special=False)
         texts = [reader.feed((token,)) for token in prompt.ids]
         added = max(sum(map(len, texts)) + len(reader.finish()) - len(prompt.text), 0)  # as a BOS is

@@ -1,8 +1,9 @@
 """Connections: how many may be open, in all and from one address, and how long they may take to send a request.
 
-Owns the counts and the clocks of what clients send and do not read. Invariants: a client that sends nothing, or too
-slowly, is cut off; where there is no room, the connection that has waited longest without a whole request makes room,
-so that a new client is heard unless all others are being answered.
+Owns the counts, and the clocks of clients that send too slowly or do not read. It knows nothing of requests' contents.
+Invariant: a client that sends nothing, or too slowly, is cut off. If there is no room for a new client, the connection
+that has waited longest without a whole request is closed. So a new client is refused only if all others are being
+answered.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from specbranch.serve.settings import ServerSettings
 
 log = logging.getLogger("specbranch.serve")
 BACKLOG = 128  # connections that the system holds for us, and that are accepted in one go
-RESERVE = 3 * BACKLOG  # files besides connections: those accepted and not counted yet, those of models and of the log
+RESERVE = 3 * BACKLOG  # open files besides connections: those accepted and not counted yet, models, the log
 SLOWEST = 2**14  # bytes a second of a body; slower ones are cut off
 Cut = Literal["late", "unread", "crowded", "full"]  # why a connection is refused or cut off
 CUT_REASONS: tuple[Cut, ...] = get_args(Cut)
@@ -31,7 +32,7 @@ Phase = Literal["header", "body"]
 
 
 class Connections:
-    """The open connections of a server; each knows whether it waits for a request or is being answered."""
+    """The open connections of a server, and which of them wait for a request."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.read_timeout, self.stall_timeout = settings.read_timeout, settings.timeout
@@ -45,7 +46,7 @@ class Connections:
         return len(self._open)
 
     def fit_files(self) -> None:
-        """Let this process have as many files as connections need; if it may not, allow fewer connections."""
+        """Raise the limit of open files to what the connections need; if that is refused, allow fewer connections."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         spare = RESERVE + _open_files()
         needed = self._most + spare
@@ -58,7 +59,7 @@ class Connections:
             log.warning(said, allowed, self._most)
 
     def enter(self, new: GuardedProtocol) -> bool:
-        """Count a connection in; returns False if there is no room and nobody who waits could make it."""
+        """Count a connection in. Return False if there is no room and no waiting connection to close."""
         if self._of[new.address] >= self._most_each and not self._make_room(new.address):
             return False
         if len(self._open) >= self._most and not self._make_room(self._of.most_common(1)[0][0]):
@@ -68,7 +69,7 @@ class Connections:
         return True
 
     def leave(self, old: GuardedProtocol) -> None:
-        """Count it out; harmless if it was."""
+        """Count a connection out. One that is out already stays so."""
         if old in self._open:
             self.note(old, waits=False)
             self._open.remove(old)
@@ -77,7 +78,7 @@ class Connections:
                 del self._of[old.address]
 
     def note(self, one: GuardedProtocol, waits: bool) -> None:
-        """Note whether a connection waits for a request, and thus can be closed for another one."""
+        """Note if a connection waits for a request; then it may be closed to make room."""
         waiting = self._waiting.setdefault(one.address, {})
         if waits and one in self._open:
             waiting.setdefault(one)
@@ -108,7 +109,7 @@ class GuardedProtocol(H11Protocol):
         self._stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Let a client in, or tell it that there is no room."""
+        """Let a client in, or refuse it because there is no room."""
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
         if self._all.enter(self):
@@ -125,30 +126,30 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read what came."""
+        """Take new bytes."""
         self._received += len(data)
         super().data_received(data)
         self._follow(len(data))
 
     def on_response_complete(self) -> None:
-        """Go on with the next request."""
+        """Continue with the next request."""
         super().on_response_complete()
         self._follow()
 
     def pause_writing(self) -> None:
-        """Wait for a client that does not read, as long as a request may take."""
+        """Start a clock for a client that does not read: it has as long as a request may take."""
         super().pause_writing()
         late = "A connection was closed: its client did not read the answer."
         self._stall = self.loop.call_later(self._all.stall_timeout, self.cut, "unread", late)
 
     def resume_writing(self) -> None:
-        """Go on writing."""
+        """Stop that clock."""
         super().resume_writing()
         if self._stall is not None:
             self._stall.cancel()
 
     def cut(self, reason: Cut, said: str, last: ApiError | None = None) -> None:
-        """Close the connection, with a last word if its client may hear one."""
+        """Close the connection. `last` is an error to send before."""
         self._all.cuts[reason] += 1
         log.info(said)
         if last is None:
@@ -158,7 +159,7 @@ class GuardedProtocol(H11Protocol):
             self.transport.close()
 
     def _follow(self, new: int = 0) -> None:
-        """Note what the client has to send next, and start its clock if that has changed; `new` bytes are there."""
+        """Note what the client has to send next; start its clock if that has changed. `new`: bytes already there."""
         if self.transport.is_closing():
             return
         phase = self._next_phase()
@@ -173,19 +174,19 @@ class GuardedProtocol(H11Protocol):
     def _next_phase(self) -> Phase | None:
         if self.conn.their_state is h11.SEND_BODY:
             return "body"
-        # between two requests uvicorn's own clock runs, until the next one begins
+        # between two requests uvicorn's own clock runs, until the next one starts
         begins = self.cycle is None or self.conn.trailing_data[0]
         return "header" if self.conn.their_state is h11.IDLE and begins else None
 
     def _check(self) -> None:
-        """Cut a client off that is late; a body that comes in quickly enough has more time."""
+        """Cut off a client that is late. A body that arrives quickly enough gets more time."""
         if self.transport.is_closing():
-            self.transport.abort()  # what is left to be written is not read
+            self.transport.abort()  # the client does not read the rest
             return
         earned = self._received / SLOWEST if self._phase == "body" else 0.0
         left = self._since + self._all.read_timeout + earned - self.loop.time()
         if self._phase == "body" and self.flow.read_paused:
-            left = self._all.read_timeout  # it is we who do not read
+            left = self._all.read_timeout  # the server itself does not read now
         if left > 0:
             self._clock = self.loop.call_later(left, self._check)
             return

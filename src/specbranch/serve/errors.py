@@ -1,6 +1,6 @@
-"""What is wrong with a request, as the OpenAI API tells it: a status, and an object with a sentence in it.
+"""Errors of requests in the form of the OpenAI API: a status, and an object with a sentence in it.
 
-Owns the shape of every error that leaves the server, and which status an error of the engine has. Invariant: a client
+Owns the form of every error that leaves the server, and the status of each error of the engine. Invariant: a client
 never sees a traceback, nor a message that was not written for people.
 """
 
@@ -68,21 +68,21 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the object that a client reads."""
-        told = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        detail = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": detail}
 
     def response(self) -> JSONResponse:
-        """Return the answer that tells it."""
+        """Return it as an HTTP response."""
         return JSONResponse(self.body(), self.status, self.headers)
 
 
 def too_many(message: str, seconds: int, code: str) -> ApiError:
-    """Say that there is no room now, and when to come again."""
+    """Build the error for a server without room; it says when to try again."""
     return ApiError(429, message, "rate_limit_error", code, headers={"retry-after": str(seconds)})
 
 
 def shutting_down() -> ApiError:
-    """Say that the server is being stopped; the connection ends with it."""
+    """Build the error of a server that is being stopped; it also closes the connection."""
     headers = {"retry-after": "5", "connection": "close"}
     return ApiError(
         503, "The server is being stopped. Send the request again.", SERVER, "shutting_down", headers=headers
@@ -90,13 +90,13 @@ def shutting_down() -> ApiError:
 
 
 def too_long(holds: int, has: str, param: str) -> ApiError:
-    """Say that a prompt does not fit, in the words by which clients know it."""
+    """Build the error for a prompt that does not fit, in the words by which clients recognise it."""
     said = f"This model's maximum context length is {holds} tokens, one of which is for the answer."
     return ApiError(400, f"{said} However, your {param} {has}. Shorten it.", code=TOO_LONG, param=param)
 
 
 def of_engine(error: BaseException) -> ApiError:
-    """Return what a client is told of an error that ended its request."""
+    """Return the API error for an error that ended a request."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CacheFull):
@@ -113,9 +113,9 @@ def of_engine(error: BaseException) -> ApiError:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Have every error told in this shape."""
+    """Have the application send every error in this form."""
 
-    async def told(request: Request, error: Exception) -> JSONResponse:
+    async def known(request: Request, error: Exception) -> JSONResponse:
         return of_engine(error).response()
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
@@ -126,8 +126,8 @@ def add_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return _by_status(request, error).response()
 
-    app.add_exception_handler(ApiError, told)
-    app.add_exception_handler(SpecBranchError, told)
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(SpecBranchError, known)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, by_status)
 
@@ -143,24 +143,24 @@ def _by_status(request: Request, error: HTTPException) -> ApiError:
 
 
 def _invalid(path: str, error: RequestValidationError) -> ApiError:
-    """Tell one thing that is wrong, with its name; a name that does not exist before all else."""
+    """Build the error for one mistake in a body, with its name. Unknown names come first."""
     found = max(error.errors(), key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"])))
-    place = [part for part in found["loc"] if part != "body"]
+    location = [part for part in found["loc"] if part != "body"]
     if found["type"] == "json_invalid":
         return ApiError(400, f"The body is no JSON: {found['ctx']['error']}.")
-    if not place:
+    if not location:
         return ApiError(400, "The body is not what was expected: a JSON object, with content-type application/json.")
     if found["type"] == "extra_forbidden":
-        return ApiError(400, _no_such(path, place), code="unsupported_parameter", param=str(place[-1]))
-    return ApiError(400, f"{_where(place, error.body)}: {_wrong(place, found)}.", param=str(place[0]))
+        return ApiError(400, _no_such(path, location), code="unsupported_parameter", param=str(location[-1]))
+    return ApiError(400, f"{_where(location, error.body)}: {_wrong(location, found)}.", param=str(location[0]))
 
 
-def _where(place: list[str | int], body: Any) -> str:
+def _where(location: list[str | int], body: Any) -> str:
     """Name a parameter: messages[2].content (user)."""
-    if place[0] in SEVERAL_FORMS:
-        return str(place[0])
-    steps = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if _is_name(part)]
-    whose = f" ({role})" if (role := _role(place, body)) and place[-1] != "role" else ""
+    if location[0] in SEVERAL_FORMS:
+        return str(location[0])
+    steps = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location if _is_name(part)]
+    whose = f" ({role})" if (role := _role(location, body)) and location[-1] != "role" else ""
     return "".join(steps).removeprefix(".") + whose
 
 
@@ -168,18 +168,18 @@ def _is_name(part: str | int) -> bool:
     return isinstance(part, int) or part in PARAMETER_NAMES  # else it names one of several types
 
 
-def _role(place: list[str | int], body: Any) -> str | None:
+def _role(location: list[str | int], body: Any) -> str | None:
     """Return who speaks in the message that a mistake is in."""
     try:
-        role = body["messages"][place[1]]["role"] if place[0] == "messages" else None
+        role = body["messages"][location[1]]["role"] if location[0] == "messages" else None
     except (IndexError, KeyError, TypeError):
         return None
     return role if isinstance(role, str) and len(role) < 20 else None
 
 
-def _wrong(place: list[str | int], found: Mapping[str, Any]) -> str:
-    """Say what was expected, and what was got."""
-    name = next(part for part in reversed(place) if part in PARAMETER_NAMES)
+def _wrong(location: list[str | int], found: Mapping[str, Any]) -> str:
+    """Return what was expected, and what was got."""
+    name = next(part for part in reversed(location) if part in PARAMETER_NAMES)
     got = found.get("input")
     shown = f", got {got!r:.60}" if isinstance(got, (str, int, float)) and name not in SEVERAL_FORMS else ""
     return (f"expected {EXPECTED_FORMS[name]}" if name in EXPECTED_FORMS else _plain(found["msg"])) + shown
@@ -189,9 +189,9 @@ def _plain(message: str) -> str:
     return message.removeprefix("Value error, ")
 
 
-def _no_such(path: str, place: list[str | int]) -> str:
-    """Say that a name is not known here, and where it is."""
-    name, holder = str(place[-1]), next((part for part in reversed(place[:-1]) if part in BODY_PARTS), None)
+def _no_such(path: str, location: list[str | int]) -> str:
+    """Return the sentence for an unknown name, and where it is known."""
+    name, holder = str(location[-1]), next((part for part in reversed(location[:-1]) if part in BODY_PARTS), None)
     if name in REFUSED:
         return f"{name!r} is not supported: {REFUSED[name]}. Leave it out."
     if holder is not None:

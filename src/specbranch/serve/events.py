@@ -1,6 +1,6 @@
-"""The way to a client that may be gone: work that ends with it, and streams of events.
+"""Answers to clients that may leave: work that ends when its client leaves, and streams of events.
 
-Owns the watch for a client that has left. Invariant: whatever way a request ends, what it held is let go at once.
+Owns the watch for a client that has left. Invariant: however a request ends, what it held is released at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ClientGone(Exception):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do something for a client whose body was read; cancel it, and raise ClientGone, if the client leaves."""
+    """Await work for a client whose body was read. If the client leaves, cancel it and raise ClientGone."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -42,7 +42,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
-        """`close` lets go what the events are made from; it is called however the stream ends."""
+        """`close` releases what the events are made from. It is called however the stream ends."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._close = events, close

@@ -1,6 +1,7 @@
-"""Counters, gauges and histograms as Prometheus reads them.
+"""Counters, gauges and histograms in the text format of Prometheus.
 
-Owns the text format (version 0.0.4). Invariant: what is counted only grows; a name is declared once.
+Owns that format (version 0.0.4), but not which metrics there are. Invariant: a counter only increases, and a name is
+declared once.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Series:
-    """A metric with its labels: a counter that grows, or a gauge that is set."""
+    """A metric with its labels: a counter that increases, or a gauge that is set."""
 
     def __init__(self, kind: Literal["counter", "gauge"], name: str, about: str) -> None:
         self.kind, self.name, self.about = kind, name, about
         self._values: dict[Labels, float] = {}
 
     def add(self, value: float, **labels: str) -> None:
-        """Count so many more."""
+        """Add to a counter."""
         key = tuple(labels.items())
         self._values[key] = self._values.get(key, 0.0) + value
 
     def set(self, value: float, **labels: str) -> None:
-        """Set what it is now; a counter that is counted elsewhere is set, too."""
+        """Set the value; also of a counter that is counted elsewhere."""
         self._values[tuple(labels.items())] = value
 
     def lines(self, common: Labels) -> Iterator[str]:
-        """Write it; one without labels that was never counted is 0."""
+        """Yield its lines. A metric without labels that was never counted is 0."""
         for labels, value in (self._values or {(): 0.0}).items():
             yield f"{self.name}{_braced((*common, *labels))} {_number(value)}"
 
 
 class Histogram:
-    """How often something was how large."""
+    """Counts observations by their size."""
 
     kind = "histogram"
 
@@ -45,12 +46,12 @@ class Histogram:
         self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """Note one."""
+        """Count one observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def lines(self, common: Labels) -> Iterator[str]:
-        """Write it: how many were at most as large as each bound."""
+        """Yield its lines: how many observations were at most as large as each bound."""
         for bound, count in zip((*self._bounds, float("inf")), accumulate(self._counts), strict=True):
             yield f"{self.name}_bucket{_braced((*common, ('le', _number(bound))))} {count}"
         yield f"{self.name}_sum{_braced(common)} {_number(self._sum)}"
@@ -58,7 +59,7 @@ class Histogram:
 
 
 def exposed(metrics: Sequence[Series | Histogram], common: Mapping[str, str]) -> str:
-    """Write metrics, all with the common labels."""
+    """Return all metrics as text, each with the common labels."""
     lines: list[str] = []
     for metric in metrics:
         lines += [f"# HELP {metric.name} {metric.about}", f"# TYPE {metric.name} {metric.kind}"]

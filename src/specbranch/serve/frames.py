@@ -1,7 +1,7 @@
-"""A request as pictures, a round each: what was drafted, what of it the target took, what lost, and when both worked.
+"""A request as frames, one for each round: what was drafted, what the target accepted, and when both worked.
 
-Owns the tree of drafted tokens as it is carried from round to round, for methods over chains, branches and trees alike.
-`rounds` counts the same; here every token has its place. Invariant: the tokens that the frames of a request add, one
+Owns the tree of drafted tokens from round to round, for methods over chains, branches and trees alike. Statistics only
+count drafted tokens; a frame shows each one in its tree. Invariant: the tokens that the frames of a request add, one
 after the other, are its answer.
 """
 
@@ -17,15 +17,15 @@ from specbranch.core.trees import Tree
 
 FramePath = tuple[int, ...]  # tokens behind the committed text
 SpellOne = Callable[[int], str]  # a token as text
-LOOKED_UP_CHANCE = 0.5  # what a token is taken to promise of which no draft said anything
+LOOKED_UP_CHANCE = 0.5  # the probability assumed for a looked-up token, of which the draft said nothing
 
 
 class DrawnNode(NamedTuple):
-    """A drafted token in a picture. It is known from frame to frame by its tokens from the committed text on."""
+    """A drafted token of a frame. From frame to frame it is identified by its path behind the committed text."""
 
     token: int
     parent: int
-    said: float  # the draft's own probability; 0: it was looked up
+    said: float  # the draft's probability; 0: it was looked up
     given: int  # the frame that first showed it
     sent: bool  # the target judges it in this frame
 
@@ -37,34 +37,33 @@ class _Drafted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What both models did in one round, and what came of it."""
+    """What both models did in one round, and the result."""
 
     number: int
     draft: tuple[float, float] | None  # seconds, on the executor's clock
     target: tuple[float, float] | None
     nodes: tuple[DrawnNode, ...]  # parents before their children
-    drafted: int  # tokens that came to the tree in this round, also those that a trimmed frame does not show
-    path: tuple[int, ...] = ()  # the nodes that the target took
-    token: int | None = None  # its own, behind them; nothing where it judged nothing
-    hit: int | None = None  # the node that had foreseen it
-    added: int = 0  # tokens: of the path and the target's own, as the request may end among them
+    drafted: int  # tokens that joined the tree in this round, also those that a trimmed frame does not show
+    path: tuple[int, ...] = ()  # the nodes that the target accepted
+    token: int | None = None  # its own token behind them; None if it verified nothing
+    hit: int | None = None  # the node that had foreseen that token
+    added: int = 0  # tokens of path and `token` that the answer got: it may end among them
 
     @property
     def end(self) -> float:
-        """When the round was over, on the executor's clock."""
+        """The time at which the round was over, on the executor's clock."""
         return max(span[1] for span in (self.draft, self.target) if span)
 
     def trimmed(self, most: int) -> Frame:
-        """The same with at most about so many nodes: what was taken, what stood beside it, and what else promised
-        most."""
+        """Return the frame with about `most` nodes at most: the accepted ones, their siblings, then the likeliest."""
         if len(self.nodes) <= most:
             return self
         taken = {*self.path, *(() if self.hit is None else (self.hit,))}
-        places = {self.nodes[node].parent for node in taken} | {self.path[-1] if self.path else ROOT}
+        parents = {self.nodes[node].parent for node in taken} | {self.path[-1] if self.path else ROOT}
         reach: list[float] = []
         for node in self.nodes:
             reach.append((node.said or LOOKED_UP_CHANCE) * (1.0 if node.parent == ROOT else reach[node.parent]))
-        rivals = [at for at, node in enumerate(self.nodes) if node.parent in places]
+        rivals = [at for at, node in enumerate(self.nodes) if node.parent in parents]
         rivals.sort(key=lambda at: reach[at], reverse=True)
         kept = taken.copy()
         for at in (*rivals[: most // 2], *sorted(range(len(reach)), key=lambda at: reach[at], reverse=True)):
@@ -75,14 +74,14 @@ class Frame:
         return self._only(sorted(kept))
 
     def _only(self, kept: Sequence[int]) -> Frame:
-        place = {ROOT: ROOT, **{old: new for new, old in enumerate(kept)}}
-        nodes = tuple(self.nodes[at]._replace(parent=place[self.nodes[at].parent]) for at in kept)
-        hit = None if self.hit is None else place[self.hit]
-        return replace(self, nodes=nodes, path=tuple(place[node] for node in self.path), hit=hit)
+        renumbered = {ROOT: ROOT, **{old: new for new, old in enumerate(kept)}}
+        nodes = tuple(self.nodes[at]._replace(parent=renumbered[self.nodes[at].parent]) for at in kept)
+        hit = None if self.hit is None else renumbered[self.hit]
+        return replace(self, nodes=nodes, path=tuple(renumbered[node] for node in self.path), hit=hit)
 
     def to_dict(self, spell: SpellOne) -> dict[str, Any]:
-        """Return plain values for a page; a node is a list: text, token, parent, what the draft said in
-        percent (nothing: it was looked up), frame, sent."""
+        """Return plain values for the page. A node is a list: text, token, parent, the draft's probability in percent
+        (None: it was looked up), frame, sent."""
         nodes = [
             [spell(one.token), one.token, one.parent, _percent(one.said), one.given, int(one.sent)]
             for one in self.nodes
@@ -102,14 +101,14 @@ class Frame:
 
 
 class Film:
-    """The frames of one request, made as its rounds come."""
+    """Makes the frames of one request, round by round."""
 
     def __init__(self) -> None:
         self._paths: dict[FramePath, _Drafted] = {}
         self._number = -1
 
     def see(self, orders: Orders, reports: Reports, added: int) -> Frame | None:
-        """Return a round as a frame; nothing for one in which no model worked."""
+        """Return a round as a frame; None for a round in which no model worked."""
         spans = _times(reports.drafting), _times(reports.verifying, reports.verdict is not None)
         if not any(spans):
             return None
@@ -123,10 +122,10 @@ class Film:
         paths = _verified(verify)
         self._add((path, 0.0) for path in paths)
         nodes, drafted = self._nodes(paths), self._drafted()
-        places = {path: at for at, path in enumerate(self._paths)}
-        path = tuple(places[paths[node]] for node in verdict.path)
+        index_of = {path: at for at, path in enumerate(self._paths)}
+        path = tuple(index_of[paths[node]] for node in verdict.path)
         top = (*(verify.tokens[node] for node in verdict.path), verdict.token)
-        hit = places.get(top)
+        hit = index_of.get(top)
         self._paths = {path[len(top) :]: one for path, one in self._paths.items() if _is_below(path, top)}
         return Frame(self._number, *spans, nodes, drafted, path, verdict.token, hit, added)
 
@@ -141,7 +140,7 @@ class Film:
             self._add(_branch(branch, pending))
 
     def _add(self, paths: Iterable[tuple[FramePath, float]]) -> None:
-        """Add what was not there; a parent that is missing is one that was looked up."""
+        """Add new nodes. A parent that is missing was looked up."""
         for path, said in paths:
             for end in range(1, len(path)):
                 self._paths.setdefault(path[:end], _Drafted(0.0, self._number))
@@ -151,9 +150,9 @@ class Film:
         return sum(one.given == self._number for one in self._paths.values())
 
     def _nodes(self, sent: Iterable[FramePath]) -> tuple[DrawnNode, ...]:
-        places, judged = {path: at for at, path in enumerate(self._paths)}, set(sent)
+        index_of, judged = {path: at for at, path in enumerate(self._paths)}, set(sent)
         return tuple(
-            DrawnNode(path[-1], places.get(path[:-1], ROOT), one.said, one.given, path in judged)
+            DrawnNode(path[-1], index_of.get(path[:-1], ROOT), one.said, one.given, path in judged)
             for path, one in self._paths.items()
         )
 
@@ -163,12 +162,12 @@ def _percent(said: float) -> int | None:
 
 
 def _times(span: Span | None, counts: bool = False) -> tuple[float, float] | None:
-    """When a model worked; a span without length is none, unless something came of it."""
+    """Return the time span of a model. A span without length is None, unless it had a result."""
     return (span.start, span.end) if span and (counts or span.end > span.start) else None
 
 
 def _is_plain(orders: Orders) -> bool:
-    """Whether the target is asked for its next token and nothing else: a tree that there was is given up."""
+    """Return True if the target only computes its next token; then the earlier tree is dropped."""
     verify = orders.verify
     return verify is not None and verify.parents is None and not verify.tokens and orders.draft is None
 

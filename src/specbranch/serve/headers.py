@@ -1,7 +1,7 @@
 """Headers that every answer carries, and the stricter ones of the page.
 
-Owns the text of the CSP. Invariant: a page of ours loads nothing from elsewhere, sends nothing elsewhere and is framed
-by nobody; what is no page may not be taken for one.
+Owns the text of the CSP. Invariant: the page loads nothing from elsewhere, sends nothing elsewhere and is framed by
+nobody. No other answer can be mistaken for a page.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ CSP = (
 
 
 def is_page(path: str) -> bool:
-    """Whether a path is the page, or one of its parts."""
+    """Return True if a path is the page, or one of its parts."""
     return path == "/" or path.startswith("/page/")
 
 
 class SafeHeaders:
-    """Adds them."""
+    """Adds the headers to every answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

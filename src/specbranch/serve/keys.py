@@ -1,8 +1,8 @@
-"""Who may ask: keys, and the names under which the server may be asked for.
+"""Who may use the server: keys, and the host names under which it may be addressed.
 
-Owns the file of keys: a name and the SHA-256 of a key on each line (a key is 256 random bits, so a quick hash tells
-nothing of it). Invariants: a key is shown once, when it is made, and stored nowhere; comparing takes the same time
-whatever is presented.
+Owns the file of keys: a name and the SHA-256 of a key on each line. A key is 256 random bits, so a fast hash does not
+reveal it. Invariant: a key is shown once, when it is made, and stored nowhere. Comparing takes the same time for every
+presented key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LINE = re.compile(r"([\w.@-]{1,64}) sha256:([0-9a-f]{64})")
 
 
 class KeyFile:
-    """The keys of a file, read again when it has changed, so that one can be taken back while the server runs."""
+    """The keys of a file. A changed file is read again, so a key can be revoked while the server runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -41,14 +41,14 @@ class KeyFile:
         self._refresh()
 
     def owner(self, key: str) -> str | None:
-        """Return the name of a key; nothing if there is no such key, or the file cannot be read any more."""
+        """Return the name of a key; None if there is no such key, or the file cannot be read any more."""
         try:
             self._refresh()
         except BadParameter as error:
             self._hashes, self._seen = [], None
             log.error("Nobody is let in: %s", error)
         presented, found = _hash(key), None
-        for name, stored in self._hashes:  # all of them, wherever it is found
+        for name, stored in self._hashes:  # all of them, even after a match, so the time is the same
             if compare_digest(presented, stored):
                 found = name
         return found
@@ -67,7 +67,7 @@ class KeyFile:
 
 
 def new_key(path: Path, name: str) -> str:
-    """Make a key, add its hash to the file, which only its owner may read, and return it."""
+    """Make a key and return it; add its hash to the file, which only the file's owner may read."""
     if not _NAME.fullmatch(name):
         raise BadParameter(f"The key is to be called {name!r}; expected letters, digits, and any of . _ @ -, up to 64.")
     key = KEY_PREFIX + secrets.token_urlsafe(32)
@@ -84,7 +84,7 @@ def new_key(path: Path, name: str) -> str:
 
 
 class Gate:
-    """Lets nobody in without a key where there are keys, and nobody who asked for another server."""
+    """Refuses requests without a key if there are keys, and requests to another host name."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
@@ -100,7 +100,7 @@ class Gate:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers, path = Headers(scope=scope), scope["path"]
         if not self._is_ours(headers.get("host", "")):
-            # else a page elsewhere could have its own name lead here, and read what we answer
+            # DNS rebinding: a foreign page could point its own host name here and read the answers
             said = "This server is not asked for under that name. Whoever runs it can allow it: --allow-host NAME."
             return ApiError(421, said, code="wrong_host")
         if self._keys is None or path in OPEN_PATHS or is_page(path):

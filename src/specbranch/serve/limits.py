@@ -1,7 +1,7 @@
-"""How much is let in: requests at a time, of all and of each key, and bytes of a body.
+"""How much is admitted: requests at a time, of all and of each key, and bytes of a body.
 
-Owns the counts of what is under way. Invariants: whatever was admitted is counted out once, however it ended; a request
-that is refused has cost next to nothing.
+Owns the counts of running requests. It does not own connections: see `connections.py`. Invariant: an admitted request
+is counted out exactly once, however it ends. A refused request costs next to nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from specbranch.serve.keys import OPEN_PATHS
 from specbranch.serve.settings import ServerSettings
 
 WEIGHT = 0.1  # of a new request in the mean of how long they take
-REFUSALS = ("closing", "size", "queue", "key")  # why a request was not let in
-LONGEST_RETRY_AFTER = 60  # seconds that a client is told to wait at most
+REFUSALS = ("closing", "size", "queue", "key")  # why a request was refused
+LONGEST_RETRY_AFTER = 60  # seconds: the longest wait that a refusal recommends
 
 
 @dataclass(slots=True)
 class Admitted:
-    """A request that was let in, with so many samples."""
+    """An admitted request of `samples` samples."""
 
     limits: Limits
     key: str | None
@@ -33,26 +33,26 @@ class Admitted:
     is_over: bool = False
 
     def leave(self) -> None:
-        """Count it out; harmless if it was."""
+        """Count it out. A second call has no effect."""
         if not self.is_over:
             self.is_over = True
             self.limits.count_out(self)
 
 
 class Limits:
-    """Lets requests in while there is room."""
+    """Admits requests while there is room."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._of_key: Counter[str] = Counter()
         self._mean = 0.0  # seconds that a request took
-        self.samples = 0  # under way
+        self.samples = 0  # running or queued
         self.requests = 0
         self.refused: Counter[str] = Counter()  # by reason
         self.closing = False
 
     def admit(self, key: str | None, samples: int) -> Admitted:
-        """Let a request in, or refuse it; to be asked before its prompt is tokenised."""
+        """Admit a request, or refuse it. Call this before its prompt is tokenised."""
         self.check(key, samples)
         self.samples += samples
         self.requests += 1
@@ -95,7 +95,8 @@ class Limits:
 
 
 class Closing:
-    """Refuses requests while the server is being stopped, before it reads their bodies; /health and the like go on."""
+    """Refuses requests while the server is being stopped, before it reads their bodies. /health and the like still
+    answer."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app, self._limits = app, limits
@@ -130,7 +131,7 @@ class BodyLimit:
             message = await receive()
             read += len(message.get("body", b""))
             if read > self._most:
-                raise HTTPException(413, str(self._error()))  # FastAPI lets no other pass that is met in a body
+                raise HTTPException(413, str(self._error()))  # the only kind that FastAPI passes on from a body
             return message
 
         await self._app(scope, counted, send)

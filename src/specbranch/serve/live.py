@@ -1,9 +1,9 @@
-"""What the page asks of the models: a chat whose rounds can be seen, and a race (`race.py`) of one prompt by several
+"""The page's requests to the models: a chat that shows its rounds, and a race (`race.py`) of one prompt by several
 methods.
 
-Owns the routes under `/v1/live/`, which serve the page of the same version and are no part of the API. Answers are
-server-sent events, read by `fetch` so that a key can go with the request. Invariant: whoever goes away takes the
-request along.
+Owns the routes under `/v1/live/`. They serve the page of the same version and are no part of the API. Answers are
+server-sent events, read by `fetch` so that a key can go with the request. Invariant: a client that leaves cancels its
+request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from specbranch.async_engine import Submission
     from specbranch.engine import LLM, LLMView
 
-CLOCKS = {  # profiles that the page offers beside the machine's own clock
+CLOCKS = {  # cost profiles that the page offers besides real time
     "c10": "two devices, target = 10 draft steps",
     "h200-68m-7b": "one H200, costs of 68M and 7B",
 }
@@ -61,14 +61,14 @@ class LiveMessage(BaseModel):
 
 
 class LiveChat(BaseModel):
-    """A question to be answered with everything that happened meanwhile."""
+    """A conversation to be answered, with the frames of its rounds."""
 
     model_config = ConfigDict(extra="forbid")
     messages: list[LiveMessage] = Field(min_length=1, max_length=200, fail_fast=True)
     max_tokens: int = Field(256, ge=1, le=MOST_PAGE_TOKENS)
     temperature: float = Field(0.0, ge=0.0, le=2.0)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    method: str | None = Field(None, max_length=40)  # nothing: the server's own
+    method: str | None = Field(None, max_length=40)  # None: the server's own
     clock: str = Field(WALL, max_length=40)
 
 
@@ -82,15 +82,15 @@ class LiveRace(BaseModel):
 
 
 class Live:
-    """What the page asks, answered by an engine."""
+    """Answers the page's requests with an engine."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._races = False  # one at a time: its lanes are to have the machine to themselves
+        self._races = False  # True during a race: one at a time, so that it has the machine to itself
         self._modelled: dict[str, LLMView] = {}  # by clock; a planner learns from race to race, in the engine's thread
 
     def about(self) -> LiveEvent:
-        """What there is to be asked."""
+        """Return the choices that the page offers."""
         return {
             "model": self._serving.model,
             "method": self._serving.engine.method,
@@ -100,7 +100,7 @@ class Live:
         }
 
     def chat(self, asked: LiveChat, fitting: tuple[list[int], int], admitted: Admitted) -> EventStream:
-        """Answer a conversation: pieces of text with their origins, and the rounds they came in."""
+        """Answer a conversation as events: tokens with their origins, and the rounds they came in."""
         params = SamplingParams(
             temperature=asked.temperature, seed=asked.seed, max_tokens=self._tokens(asked.max_tokens)
         )
@@ -108,7 +108,7 @@ class Live:
         seen = Witness()
         chunks, cancel = self._decoding(asked.method, prompt, params, asked.clock, seen)
 
-        async def told() -> AsyncGenerator[LiveEvent, None]:
+        async def events() -> AsyncGenerator[LiveEvent, None]:
             if left_out:
                 yield {"pieces": [], "frames": [], "done": None, "left_out": left_out}
             async with aclosing(chunks):
@@ -116,14 +116,14 @@ class Live:
                     self._count(chunk, asked.clock)
                     yield self._chunk(chunk, seen.take())
 
-        def close() -> None:  # also where the first event was never asked for
+        def close() -> None:  # called even if the client never took the first event
             cancel()
             admitted.leave()
 
-        return EventStream(_written(told()), close)
+        return EventStream(_written(events()), close)
 
     def race(self, asked: LiveRace, admitted: Admitted) -> EventStream:
-        """Answer a prompt by every method in turn."""
+        """Answer a prompt with every method in turn."""
         prompt = self._serving.engine.tokenizer.chat([{"role": "user", "content": asked.prompt}])
         params = SamplingParams(max_tokens=self._tokens(asked.max_tokens))
         self._races = True
@@ -146,12 +146,15 @@ class Live:
     def _decoding(
         self, method: str | None, prompt: list[int], params: SamplingParams, clock: str, seen: Witness
     ) -> tuple[AsyncGenerator[Chunk, None], Callable[[], None]]:
-        """Decode by a method, as any other request, or on a modelled clock between the rounds of others; returns the
-        chunks and a way to cancel them. A mistake of a request by the machine's clock is raised here."""
+        """Decode with a method; return the chunks and a function that cancels them.
+
+        By real time it is a request like any other, and mistakes in it are raised here. With a modelled clock it runs
+        between the rounds of others.
+        """
         if clock != WALL:
             _check_clock(clock)
             made = partial(self._modelled_by, clock, method, prompt, params, seen)
-            return self._serving.engine.aside(made), lambda: None  # nothing is begun before a chunk is asked for
+            return self._serving.engine.aside(made), lambda: None  # it starts when the caller takes the first chunk
         late = self._serving.settings.timeout
         options = RequestOptions(method=method, deadline=late, on_round=seen.note)
         submission = self._serving.engine.submit(prompt, params, options, streams=True)
@@ -166,8 +169,11 @@ class Live:
         return (timed.using(method) if method else timed).stream(prompt, params, seen.note)
 
     def fitting(self, asked: LiveChat) -> tuple[list[int], int]:
-        """A conversation as token ids, and how many of its oldest messages were left out so that an answer has room:
-        all that it may have, but no more than a quarter of the context. It takes long, so it is a thread's work."""
+        """Return a conversation as token ids, and how many of its oldest messages were left out.
+
+        Messages are left out until the answer has room for all its tokens, but for at most a quarter of the context.
+        This takes long, so call it in a thread.
+        """
         engine, messages = self._serving.engine, [one.model_dump() for one in asked.messages]
         most = engine.context_length - min(self._tokens(asked.max_tokens), engine.context_length // 4)
         prompts: dict[int, list[int]] = {}
@@ -186,7 +192,7 @@ class Live:
         return prompts[left_out], left_out
 
     def _count(self, chunk: Chunk, clock: str) -> None:
-        """Count an answer that is finished; modelled seconds are not this server's."""
+        """Count a finished answer in the metrics, unless its time is modelled."""
         if clock == WALL and chunk.output is not None and chunk.output.error is None:
             self._serving.metrics.asked(1)
             self._serving.metrics.finished(chunk.output)
@@ -204,7 +210,7 @@ class Live:
 
 
 def routes(serving: Serving) -> APIRouter:
-    """The routes of the page's questions."""
+    """Return the routes of the page's requests."""
     router = APIRouter(prefix="/v1/live", include_in_schema=False, route_class=CheckedRoute)
     live = Live(serving)
 
@@ -234,7 +240,7 @@ def routes(serving: Serving) -> APIRouter:
 
 
 def _counted(admitted: Admitted, begin: Callable[[Admitted], EventStream]) -> EventStream:
-    """Begin what was admitted; what cannot be begun is counted out."""
+    """Start an admitted request. If that fails, count it out."""
     try:
         return begin(admitted)
     except BaseException:
@@ -252,10 +258,10 @@ async def _chunks(submission: Submission) -> AsyncGenerator[Chunk, None]:
         yield chunk
 
 
-async def _written(told: AsyncGenerator[LiveEvent, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(told):
+async def _written(events: AsyncGenerator[LiveEvent, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
         try:
-            async for one in told:
+            async for one in events:
                 yield event(json.dumps(one, ensure_ascii=False, separators=(",", ":")))
         except SpecBranchError as error:
             yield event(json.dumps({"error": str(error)}))

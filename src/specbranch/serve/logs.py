@@ -1,7 +1,7 @@
-"""The log: one JSON object a line, one line a request; a line that repeats is counted, not repeated.
+"""The log: one JSON object a line, one line a request. Repeated lines are counted, not written again.
 
-Owns its shape. Invariant: what a client wrote, or was answered, is in no line unless that was asked for; so an error
-that nobody foresaw is told by its kind and place, not by its message.
+Owns its format. Invariant: no line holds what a client wrote or was answered, unless the server was started with that
+option. So an unforeseen error is logged with its type and traceback, but without its message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("specbranch.serve")
 REPEAT_SECONDS = 60.0  # seconds in which equal lines are counted
 SHOWN_REPEATS = 3  # of them are written one by one; then the 10th, the 100th, …
 MOST_KINDS = 1000  # of lines that are counted
-QUIET = ("/health", "/ready", "/metrics")  # asked for every few seconds: logged only if they fail
+QUIET = ("/health", "/ready", "/metrics")  # polled every few seconds: logged only if they fail
 
 
 class JsonLines(logging.Formatter):
@@ -36,30 +36,30 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one line."""
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
             **getattr(record, "facts", {}),
         }
         if (repeated := getattr(record, "repeated", 0)) > SHOWN_REPEATS:
-            told["repeated"] = repeated
+            fields["repeated"] = repeated
         if record.exc_info and record.exc_info[0] is not None:
             kind, error, where = record.exc_info
-            told["error"] = f"{kind.__name__}: {error}" if self._with_text else kind.__name__
-            told["where"] = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(where)]
-        return json.dumps(told, ensure_ascii=True, default=str)
+            fields["error"] = f"{kind.__name__}: {error}" if self._with_text else kind.__name__
+            fields["where"] = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(where)]
+        return json.dumps(fields, ensure_ascii=True, default=str)
 
 
 class Repeats(logging.Filter):
-    """Lets a line pass that is repeated without end three times a minute, then as the 10th, the 100th and so on."""
+    """Passes a repeated line three times a minute, then as the 10th, the 100th and so on."""
 
     def __init__(self) -> None:
         super().__init__()
         self._counts: dict[tuple[str, int, str], tuple[float, int]] = {}  # since when, and how often
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether to write a line; a request's line is of its own kind."""
+        """Return True if a line is to be written; the line of a request always is."""
         if hasattr(record, "facts"):
             return True
         if len(self._counts) >= MOST_KINDS:
@@ -92,11 +92,11 @@ class RequestLog:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and tell how it ended."""
+        """Pass a request on, and log how it ended."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        note, begun, status = note_of(scope), time.monotonic(), 0
+        note, started, status = note_of(scope), time.monotonic(), 0
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -112,16 +112,16 @@ class RequestLog:
             if status == 0:
                 await of_engine(error).response()(scope, receive, noted)
         finally:
-            self._tell(scope, status, time.monotonic() - begun)
+            self._tell(scope, status, time.monotonic() - started)
 
     def _tell(self, scope: Scope, status: int, seconds: float) -> None:
         if scope["path"] in QUIET and status < 400:
             return
         note = note_of(scope)
-        told = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
+        fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
         key = {} if note.key is None else {"key": note.key}
-        log.info("request", extra=_facts(note_id=note.id, **told, **key, **note.facts))
+        log.info("request", extra=_facts(note_id=note.id, **fields, **key, **note.facts))
 
 
-def _facts(note_id: str, **told: Any) -> dict[str, Any]:
-    return {"facts": {"request_id": note_id, **told}}
+def _facts(note_id: str, **fields: Any) -> dict[str, Any]:
+    return {"facts": {"request_id": note_id, **fields}}

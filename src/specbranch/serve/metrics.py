@@ -1,7 +1,7 @@
-"""What is measured: vLLM's names where the idea is the same, with our prefix, and ours beside them.
+"""The metrics of a server: vLLM's names with our prefix where the idea is the same, and some of our own.
 
-Owns which figure goes under which name. Invariant: every answer is counted once, when it ended; what the engine counts
-itself is read from its snapshot, not counted again.
+Owns which figure has which name. Invariant: every answer is counted once, when it ends. What the engine counts itself
+is taken from its snapshot, not counted again.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ class ServerMetrics:
         self._memory = Series("gauge", "process_resident_memory_bytes", "Memory of this process.")
 
     def chunk(self, seconds: float) -> None:
-        """Note how long a stream's event was behind the one before it."""
+        """Count the seconds between two events of a stream."""
         self._between.observe(seconds)
 
     def asked(self, samples: int) -> None:
-        """Note a request that was let in."""
+        """Count an admitted request."""
         self._samples.observe(samples)
 
     def finished(self, output: Output) -> None:

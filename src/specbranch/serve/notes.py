@@ -1,4 +1,4 @@
-"""What is noted of a request while it is served: its id, whose it is, and figures for the log.
+"""Notes of a request for the log: its id, the name of its key, and figures.
 
 Owns the note that travels with a request's scope.
 """
@@ -19,7 +19,7 @@ _PLACE = "specbranch.note"
 
 @dataclass(slots=True)
 class RequestNote:
-    """One request, as the log will tell it."""
+    """One request, as the log shows it."""
 
     id: str
     key: str | None = None

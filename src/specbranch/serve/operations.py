@@ -1,6 +1,6 @@
-"""What is asked besides answers: models, tokens, and how the server is.
+"""Routes besides answers: models, tokens, and the state of the server.
 
-Owns the routes that no model works for.
+Owns the routes for which no model computes.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ async def detokenize(asked: DetokenizeRequest, request: Request) -> Response:
 
 @router.get("/health", responses={503: {"description": "The engine has ended."}})
 async def health(request: Request) -> Response:
-    """Whether the engine lives; if not, the server has to be started again."""
+    """Report if the engine is alive. If it is not, the server has to be started again."""
     alive = serving_of(request).engine.is_alive
     return JSONResponse({"status": "ok" if alive else "failed"}, 200 if alive else 503)
 
 
 @router.get("/ready", responses={503: {"description": "No requests are taken."}})
 async def ready(request: Request) -> Response:
-    """Whether requests are taken, and what the draft does; without it answers only come later."""
+    """Report if requests are accepted, and the state of the draft. Without a draft, answers only come later."""
     serving = serving_of(request)
     takes = serving.engine.is_alive and not serving.limits.closing
     state = {"status": "ready" if takes else "closing", "draft": serving.engine.draft_state}
@@ -92,7 +92,7 @@ def _card(serving: Serving) -> ModelCard:
 
 
 async def _counted(request: Request, model: str | None, work: Callable[[], BaseModel]) -> Response:
-    """Do work on a text that is counted as a request while it lasts; its answer is written in the same thread."""
+    """Do work on a text and count it as a request meanwhile. The thread of the work also writes the answer."""
     serving, note = serving_of(request), note_of(request.scope)
     serving.check_model(model)
     admitted = serving.limits.admit(note.key, 1)

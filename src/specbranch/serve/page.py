@@ -1,7 +1,7 @@
 """What a browser finds at `/`: one page, its modules, its style and a recording.
 
-Owns the routes `/` and `/page/…`, which are open to everybody who reaches the server and carry a strict CSP
-(`headers.py`); they are files and nothing else. What the page asks of the models is in `live.py`, under `/v1/`, where
+Owns the routes `/` and `/page/…`, which serve files and nothing else. They are open to everybody who reaches the
+server, and carry a strict CSP (`headers.py`). The page's requests to the models are in `live.py`, under `/v1/`, where
 keys and limits hold.
 """
 
@@ -19,7 +19,7 @@ FILES = Path(__file__).parent / "page_files"
 
 
 def mount(app: FastAPI) -> None:
-    """Add the page to the server, and what it asks live."""
+    """Add the page to the server, and the routes of its requests."""
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:

@@ -1,7 +1,7 @@
 """The parameters of a request: which are honoured, which change nothing, which are refused and why.
 
-Owns the three classes. Invariant: nothing that would change an answer is passed over in silence; a value that asks for
-what is done anyway (no tools, text) is let through.
+Owns the three classes. Types and ranges are in `protocol.py`. Invariant: no parameter that would change an answer is
+ignored in silence. A value that requests the only behaviour there is (no tools, text) is accepted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ REFUSED = {
     "return_tokens_as_token_ids": "/tokenize tells token ids",
     "include_reasoning": "reasoning is part of the answer here",
 }
-# Values that ask for what is done anyway; as if they were not there.
+# Values that request what the server does anyway; they are dropped.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -106,7 +106,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def without_neutral(values: Any, honoured: Container[str]) -> Any:
-    """Leave out what is null, or is not honoured here and asks for nothing."""
+    """Drop values that are null, and neutral values of parameters that are not honoured here."""
     if not isinstance(values, Mapping):
         return values
     return {
@@ -121,7 +121,7 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def sampling(asked: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """Return how the engine is to sample."""
+    """Return the sampling parameters for the engine."""
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
     return SamplingParams(
         temperature=asked.temperature,
@@ -144,7 +144,7 @@ def sampling(asked: GenerationRequest, max_tokens: int, logprobs: int | None) ->
 
 
 def decoding_options(asked: GenerationRequest) -> RequestOptions:
-    """Return how the engine is to decode."""
+    """Return the request options for the engine."""
     wish = asked.speculative
     if wish is None or wish is True:
         return RequestOptions()

@@ -1,6 +1,6 @@
 """From a body to tokens and limits: conversations, texts, token ids.
 
-Owns what is checked of a prompt before the engine sees it. Invariant: what is no text is refused by its name.
+Owns the checks of a prompt before the engine sees it. Invariant: content that is no text is refused with its name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def prepared(
     logprobs: int | None,
     scored: int | None = None,
 ) -> Prepared:
-    """Check what is asked, and put it as the engine takes it; `max_tokens` 0 writes nothing."""
+    """Check a request and return it as the engine takes it. `max_tokens` 0 generates nothing."""
     _check_bias(serving, asked)
     return Prepared(
         prompts,
@@ -51,7 +51,7 @@ def prepared(
 
 
 def deadline(serving: Serving, asked: GenerationRequest) -> float:
-    """Return in how many seconds a request has to be answered."""
+    """Return the seconds in which a request has to be answered."""
     return min(asked.deadline or serving.settings.timeout, serving.settings.timeout)
 
 
@@ -61,7 +61,7 @@ def chat_ids(
     variables: dict[str, Any] | None = None,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Return the tokens of a conversation that a context may hold; others are refused, unread if that is possible."""
+    """Return the tokens of a conversation; refuse one that is too long, if possible before it is tokenised."""
     tokenizer, holds = serving.engine.tokenizer, serving.engine.context_length
     if len(messages) > holds:
         raise too_long(holds, f"are {len(messages)}, each of which takes more than one", "messages")
@@ -71,7 +71,7 @@ def chat_ids(
 
 
 def encoded(serving: Serving, text: str, add_special: bool, param: str) -> list[int]:
-    """Return the tokens of a text, unless its characters prove that there are too many."""
+    """Return the tokens of a text; refuse it first if its characters prove that there are too many."""
     tokenizer, holds = serving.engine.tokenizer, serving.engine.context_length
     if len(text) >= holds and tokenizer.least_tokens(text) >= holds:
         raise too_long(holds, f"has {len(text)} characters, too many for so few tokens", param)
@@ -85,7 +85,7 @@ def check_length(serving: Serving, prompt: Sequence[int], param: str) -> None:
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return a conversation as a chat template takes it; a developer's word is the system's."""
+    """Return a conversation as a chat template takes it. The role "developer" becomes "system"."""
     said = []
     for at, message in enumerate(messages):
         where = f"messages[{at}]"
@@ -119,7 +119,7 @@ def _text(part: ContentPart, where: str) -> str:
 def _rendered(
     tokenizer: Tokenizer, said: list[dict[str, Any]], variables: dict[str, Any] | None, add_generation_prompt: bool
 ) -> str:
-    """Have the model's template write a conversation; what it says against it is for people, what it trips over not."""
+    """Have the model's template write a conversation. Pass on what the template raises itself, but no other error."""
     given = variables or {}
     if reserved := [name for name in RESERVED if name in given]:
         said_of = f"chat_template_kwargs has {reserved[0]!r}, which the server sets itself. Leave it out."
@@ -135,7 +135,7 @@ def _rendered(
 
 
 def _longest(serving: Serving, given: int | None) -> int:
-    """Return how many tokens an answer may have."""
+    """Return the maximum number of tokens of an answer."""
     most = serving.settings.max_tokens
     if given is None:
         return most or serving.engine.context_length

@@ -190,8 +190,8 @@ class SpeculativeMetrics(BaseModel):
     num_accepted_draft_tokens: int
     draft_acceptance_rate: float | None
     mean_acceptance_length: float | None
-    acceptance_histogram: list[int] = Field(description="Steps by how many tokens of the main line were accepted.")
-    num_spec_tokens: int = Field(description="The longest line that was accepted in part.")
+    acceptance_histogram: list[int] = Field(description="Steps by how many tokens of the main path were accepted.")
+    num_spec_tokens: int = Field(description="The longest path of which something was accepted.")
     num_accepted_tokens_per_pos: list[int]
     num_rollback_tokens: int
     num_branches: int

@@ -1,7 +1,7 @@
 """The page's race: one prompt by several methods, turn by turn.
 
 Owns who races, how often, and what is said of a turn. The methods take turns, so that load that comes and goes meets
-them all; the first turn warms up and does not count. Invariant: whoever goes away takes the running request along.
+them all; the first turn warms up and does not count. Invariant: a client that leaves cancels the running request.
 """
 
 from __future__ import annotations

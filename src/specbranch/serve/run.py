@@ -29,7 +29,7 @@ from specbranch.serve.settings import ServerSettings
 
 log = logging.getLogger("specbranch.serve")
 KEPT_ALIVE = 30  # seconds that a connection stays open without a request
-DRAIN_LOOK = 0.05  # seconds between two looks whether all is answered
+DRAIN_LOOK = 0.05  # seconds between two checks if all is answered
 
 
 class GracefulServer(uvicorn.Server):
@@ -75,19 +75,19 @@ class GracefulServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take no more requests; answers under way are finished, unless a second signal comes."""
+        """Take no more requests. Running answers are finished, unless a second signal comes."""
         self.force_exit = self.force_exit or self.should_exit
         self.stop()
         super().handle_exit(sig, frame)
 
     def stop(self) -> None:
-        """The same for whoever runs it in a thread."""
+        """Stop as a signal does, if the server runs in a thread."""
         self._limits.closing = True
         self.should_exit = True
 
 
 def bound(settings: ServerSettings) -> list[socket.socket]:
-    """Take the port, at all addresses of the host, before anything is loaded; nobody is heard yet."""
+    """Bind the port at all addresses of the host, before anything is loaded; it does not listen yet."""
     found: list[socket.socket] = []
     port = settings.port
     try:

@@ -1,6 +1,6 @@
 """What all routes of one server share.
 
-Owns nothing but the list of it, and under which name the model is served.
+Owns nothing but that list, and the name under which the model is served.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specbranch.serve.text_work import TextWork
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """An engine, and what stands around it."""
+    """An engine, and everything that its routes use."""
 
     engine: AsyncLLM
     settings: ServerSettings
@@ -44,13 +44,13 @@ class Serving:
         return cls(engine, settings, model, *counts, Spelling(engine.tokenizer))
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a name that is not served; none is ours."""
+        """Refuse a model's name that is not served. A request without a name is accepted."""
         if name is not None and name != self.model:
             said = f"There is no model {name!r:.200} here; this server has {self.model!r}."
             raise ApiError(404, said, code="model_not_found", param="model")
 
 
 def serving_of(request: Request) -> Serving:
-    """Return what the server of a request has."""
+    """Return the `Serving` of a request's server."""
     found: Serving = request.app.state.serving
     return found

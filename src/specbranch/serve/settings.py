@@ -1,6 +1,6 @@
-"""What whoever runs the server may set: where it listens, what it is called, what it lets through.
+"""Settings of a server: where it listens, what the model is called, what it admits.
 
-Owns names, defaults and their check; holds nothing of a request.
+Owns their names, defaults and checks. It holds nothing of a request.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 from specbranch.errors import BadParameter
 
 MOST_SAMPLES = 128  # of one request: n times its prompts
-MOST_LOGPROBS = 20  # of the likeliest tokens told at a place
-MOST_STOPS, LONGEST_STOP = 128, 256  # texts, and characters: each is looked for at every token, while others wait
+MOST_LOGPROBS = 20  # of the likeliest tokens reported at a position
+MOST_STOPS, LONGEST_STOP = 128, 256  # texts, and characters: each is searched for at every token, while others wait
 MOST_BIASES = 1024  # tokens: each is written into every row
 MOST_STOP_IDS = 1024  # tokens that end an answer
-LONGEST_SETTING = 365 * 86400.0  # seconds: what is longer is a slip, and beyond what clocks of threads can wait
+LONGEST_SETTING = 365 * 86400.0  # seconds: longer ones are mistakes, and beyond what threads can wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +25,20 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    model_name: str | None = None  # nothing: the target's own
-    keys: Path | None = None  # a file of hashed keys; nothing: whoever reaches the server may ask
-    allowed_hosts: tuple[str, ...] = ()  # names under which it may be asked for besides its own
-    max_queue: int = 256  # samples that may wait beyond those that are decoded
-    max_batch: int = 64  # samples decoded at once
-    max_tokens: int | None = None  # most that one answer may have; nothing: what the context holds
+    model_name: str | None = None  # None: the target's own
+    keys: Path | None = None  # a file of hashed keys; None: everybody who reaches the server may use it
+    allowed_hosts: tuple[str, ...] = ()  # host names under which it may be addressed besides its own
+    max_queue: int = 256  # samples that may wait besides those of the batch
+    max_batch: int = 64  # the maximum batch size, in samples
+    max_tokens: int | None = None  # the most that one answer may have; None: what the context holds
     max_body: int = 4 * 2**20  # bytes
     max_per_key: int = 64  # requests of one key at a time
     max_connections: int = 1024  # open at a time
     max_per_address: int = 256  # of them from one address; a proxy is one
     read_timeout: float = 20.0  # seconds for the header of a request, and then for its body (16 KB/s are enough)
     timeout: float = 600.0  # seconds in which a request has to be answered
-    grace: float = 60.0  # seconds that answers under way have once the server is told to stop
-    log_text: bool = False  # whether prompts and answers are logged
+    grace: float = 60.0  # seconds that running answers have once the server is stopped
+    log_text: bool = False  # log prompts and answers
 
     def __post_init__(self) -> None:
         for name in ("max_queue", "max_batch", "max_body", "max_per_key", "max_connections", "max_per_address"):
@@ -55,12 +55,12 @@ class ServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """True if only this machine can reach the server."""
         return is_loopback(self.host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address means this machine alone."""
+    """Return True if a name or an address means this machine alone."""
     if host == "localhost":
         return True
     try:

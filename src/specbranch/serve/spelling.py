@@ -1,4 +1,4 @@
-"""How single tokens are written where log-probabilities are told.
+"""How single tokens are written beside their log-probabilities.
 
 Owns the text and the bytes of one token. Invariant: the texts of the tokens of a whole answer, joined, are that answer
 wherever no character is split between tokens.
@@ -20,7 +20,7 @@ MINUS_INFINITY = -9999.0  # stands for minus infinity, which JSON does not know
 
 
 class Spelling:
-    """Writes tokens of one tokenizer, each worked out once."""
+    """Writes the tokens of one tokenizer; each is computed once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -29,13 +29,13 @@ class Spelling:
     def text(self, token: int) -> str:
         """Return a token as it reads within a text; bytes that are no character become U+FFFD."""
         if token not in self._texts:
-            # behind itself, for a decoder drops the space before the first token
+            # decoded behind itself, because a decoder drops the space before the first token
             once = self._tokenizer.decode([token], skip_special=False)
             self._texts[token] = self._tokenizer.decode([token, token], skip_special=False)[len(once) :]
         return self._texts[token]
 
     def bytes(self, token: int) -> list[int] | None:
-        """Return a token's bytes; nothing where they cannot be told."""
+        """Return a token's bytes; None if they are not known."""
         text = self.text(token)
         if UNFINISHED not in text:
             return list(text.encode())
@@ -45,34 +45,35 @@ class Spelling:
         known = byte_letters()
         return [known[letter] for letter in spelled] if all(letter in known for letter in spelled) else None
 
-    def chat(self, token: int, told: TokenLogprobs) -> TokenLogprob:
-        """Tell of a token as chats do."""
-        top = [self._top(one, logprob) for one, logprob in told.top]
-        return TokenLogprob(**self._top(token, told.logprob).model_dump(), top_logprobs=top)
+    def chat(self, token: int, scores: TokenLogprobs) -> TokenLogprob:
+        """Return a token's log-probabilities in the form of chats."""
+        top = [self._top(one, logprob) for one, logprob in scores.top]
+        return TokenLogprob(**self._top(token, scores.logprob).model_dump(), top_logprobs=top)
 
     def completion(
-        self, tokens: list[int], told: list[TokenLogprobs | None], texts: list[str], start: int
+        self, tokens: list[int], scores: list[TokenLogprobs | None], texts: list[str], start: int
     ) -> CompletionLogprobs:
-        """Tell of tokens as completions do; `texts` is what each made final, the first at `start`."""
+        """Return tokens' log-probabilities in the form of completions. `texts` is what each made final, the first at
+        `start`."""
         offsets = [start]
         for text in texts[:-1]:
             offsets.append(offsets[-1] + len(text))
         return CompletionLogprobs(
             tokens=[self.text(token) for token in tokens],
-            token_logprobs=[None if one is None else _finite(one.logprob) for one in told],
-            top_logprobs=[self._tops(*pair) for pair in zip(tokens, told, strict=True)],
+            token_logprobs=[None if one is None else _finite(one.logprob) for one in scores],
+            top_logprobs=[self._tops(*pair) for pair in zip(tokens, scores, strict=True)],
             text_offset=offsets,
         )
 
     def _top(self, token: int, logprob: float) -> TopLogprob:
         return TopLogprob(token=self.text(token), logprob=_finite(logprob), bytes=self.bytes(token))
 
-    def _tops(self, token: int, told: TokenLogprobs | None) -> dict[str, float] | None:
-        if told is None:
+    def _tops(self, token: int, scores: TokenLogprobs | None) -> dict[str, float] | None:
+        if scores is None:
             return None
         found: dict[str, float] = {}
-        for one, logprob in (*told.top, (token, told.logprob)):
-            found.setdefault(self.text(one), _finite(logprob))  # of tokens that read alike the likeliest stays
+        for one, logprob in (*scores.top, (token, scores.logprob)):
+            found.setdefault(self.text(one), _finite(logprob))  # of tokens with the same text, the likeliest stays
         return found
 
 

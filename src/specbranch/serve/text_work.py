@@ -1,7 +1,7 @@
-"""Work on texts: JSON, chat templates, tokens. It takes long where they are long, and the loop must not wait for it.
+"""Work on texts: JSON, chat templates, tokens. Long texts take long, and the event loop must not wait for them.
 
-Owns the threads it is done in. Invariant: of requests with long bodies one is worked on at a time (for each kind of
-work), so that those with short ones find a thread, and the loop its turn.
+Owns the threads of this work. Invariant: for each kind of work, one request with a long body is worked on at a time.
+So short requests find a thread, and the event loop gets its turn.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ LONG_BODY = 2**16  # bytes of a body
 
 
 class TextWork:
-    """Where work of one kind is done."""
+    """Does work of one kind in threads."""
 
     def __init__(self) -> None:
         self._long = asyncio.Semaphore(1)
 
     async def do(self, size: int, work: Callable[[], T]) -> T:
-        """Do work for a request whose body has so many bytes, in a thread."""
+        """Do work in a thread, for a request whose body has `size` bytes."""
         if size <= LONG_BODY:
             return await asyncio.to_thread(work)
         async with self._long:
@@ -29,7 +29,8 @@ class TextWork:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Wait for a thread, also if that is cancelled: it works on, so its place is not free before."""
+    """Wait for a thread, even if the waiting task is cancelled: the thread works on, and its slot is free only
+    then."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

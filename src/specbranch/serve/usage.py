@@ -13,36 +13,36 @@ from specbranch.serve.protocol import AnswerMetrics, CachedTokens, SpeculativeMe
 
 
 def usage(prompts: Sequence[Sequence[int]], outputs: Mapping[int, Output], n: int) -> Usage:
-    """Return the tokens of a request; its prompts count once, however many samples they have."""
+    """Return the token counts of a request. A prompt counts once, however many samples it has."""
     cached = sum(one.stats["prompt_tokens_cached"] for index, one in outputs.items() if index % n == 0)
-    told = usage_so_far(prompts, sum(len(one.token_ids) for one in outputs.values()))
-    return Usage(**told.model_dump(exclude_unset=True), prompt_tokens_details=CachedTokens(cached_tokens=cached))
+    counts = usage_so_far(prompts, sum(len(one.token_ids) for one in outputs.values()))
+    return Usage(**counts.model_dump(exclude_unset=True), prompt_tokens_details=CachedTokens(cached_tokens=cached))
 
 
 def usage_so_far(prompts: Sequence[Sequence[int]], said: int) -> Usage:
-    """Return the tokens of a request under way."""
+    """Return the token counts of a running request."""
     read = sum(map(len, prompts))
     return Usage(prompt_tokens=read, completion_tokens=said, total_tokens=read + said)
 
 
 def answer_metrics(outputs: Mapping[int, Output]) -> AnswerMetrics:
     """Return what speculation did, for all samples together."""
-    told = [one.stats for one in outputs.values()]
-    steps, drafted, accepted = (sum(one[name] for one in told) for name in ("target_forwards", "drafted", "accepted"))
-    at = [sum(column) for column in zip_longest(*(one["accepted_by_position"] for one in told), fillvalue=0)]
+    stats = [one.stats for one in outputs.values()]
+    steps, drafted, accepted = (sum(one[name] for one in stats) for name in ("target_forwards", "drafted", "accepted"))
+    at = [sum(column) for column in zip_longest(*(one["accepted_by_position"] for one in stats), fillvalue=0)]
     figures = SpeculativeMetrics(
         num_spec_steps=steps,
         num_draft_tokens=drafted,
         num_accepted_draft_tokens=accepted,
         draft_acceptance_rate=accepted / drafted if drafted else None,
         mean_acceptance_length=1 + accepted / steps if steps else None,
-        # a line is accepted up to a place: whoever came to the next place came to this one, too
+        # a path is accepted up to some position: acceptance at a position includes acceptance at all before it
         acceptance_histogram=[one - other for one, other in pairwise([steps, *at, 0])],
         num_spec_tokens=len(at),
         num_accepted_tokens_per_pos=at,
-        num_rollback_tokens=sum(sum(one["rollback"].values()) for one in told),
-        num_branches=sum(one["branch_points"] for one in told),
-        num_branch_hits=sum(one["branch_hits"] for one in told),
+        num_rollback_tokens=sum(sum(one["rollback"].values()) for one in stats),
+        num_branches=sum(one["branch_points"] for one in stats),
+        num_branch_hits=sum(one["branch_hits"] for one in stats),
         methods=sorted({one.method for one in outputs.values()}),
     )
     return AnswerMetrics(speculative_decoding=figures)

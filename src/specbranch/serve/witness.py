@@ -1,4 +1,4 @@
-"""What the page is shown of a request: its rounds as frames, its words, what it did in the end."""
+"""What the page shows of a request: its rounds as frames, its tokens, its result."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ LiveEvent = dict[str, Any]  # one event that the page reads
 
 
 class Witness:
-    """The rounds of a request as frames: noted in the engine's thread, made and taken in the server's."""
+    """The rounds of a request as frames: the engine's thread notes rounds, the server's thread makes frames."""
 
     def __init__(self) -> None:
         self._rounds: deque[Any] = deque()
         self._film = Film()
 
-    def note(self, *told: Any) -> None:
+    def note(self, *watched: Any) -> None:
         """Note a round."""
-        self._rounds.append(told)
+        self._rounds.append(watched)
 
     def take(self) -> list[Frame]:
         """Return the frames of all rounds since the last call."""
         noted = [self._rounds.popleft() for _ in range(len(self._rounds))]
-        return [frame for told in noted if (frame := self._film.see(*told)) is not None]
+        return [frame for watched in noted if (frame := self._film.see(*watched)) is not None]
 
 
 def pieces(chunk: Chunk) -> list[list[str]]:
-    """The words of a chunk, each with its origin."""
+    """Return the tokens of a chunk as text, each with its origin."""
     return [[piece.text, piece.origin] for piece in chunk.pieces]
 
 
 def finished(output: Output | None) -> LiveEvent | None:
-    """What a finished answer did."""
+    """Return the statistics of a finished answer."""
     if output is None:
         return None
     if output.error is not None:

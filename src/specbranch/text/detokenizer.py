@@ -1,7 +1,7 @@
-"""Token ids to text, a few at a time: what is given out is final and never ends within a character.
+"""Token ids to text, a few at a time: returned text is final and never ends within a character.
 
-Owns the window of tokens whose text is not settled yet. Invariant: the pieces, joined, are exactly the text of the
-whole list decoded at once, and each token is decoded a bounded number of times, whoever looks at what is pending.
+Owns the window of tokens whose text is not final yet. Invariant: the returned texts, joined, are exactly the text of
+the whole list decoded at once. Each token is decoded a bounded number of times, also if `pending` is read often.
 
 A decoder treats the beginning of a list apart (it drops a leading space, say), so the window starts with *context*:
 tokens given out already, whose text is not empty. The new text is what the window's text has beyond the context's.
@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
-_LONG = 32  # tokens held back before a cut between them is looked for
+UNFINISHED = "\ufffd"  # what a decoder returns for bytes that are no character, or not yet one
+_LONG = 32  # tokens held back before a cut between them is searched for
 _SPAN = 4  # a character has at most four bytes, so one of four neighbouring cuts falls between characters
 _LONGEST = _SPAN + 1  # bytes that make one character more: a decoder may drop a space at the beginning of a text
 
 
 class TokenDecoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that this file calls."""
 
     @property
     def byte_ids(self) -> frozenset[int]:
@@ -27,7 +27,7 @@ class TokenDecoder(Protocol):
         ...
 
     def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
-        """Whether decoding passes over the token as if it were not there."""
+        """Return True if decoding skips the token as if it were not there."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -36,7 +36,7 @@ class TokenDecoder(Protocol):
 
 
 class Detokenizer:
-    """The text of one growing list of tokens."""
+    """Decodes one list of tokens as it gets longer."""
 
     def __init__(self, tokenizer: TokenDecoder, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -44,21 +44,21 @@ class Detokenizer:
         self._window: list[int] = []
         self._given = 0  # tokens at the window's start that are context
         self._context = ""  # their text
-        self._run: _ByteRun | None = None  # the run of bytes that the window ends in, once somebody has looked at it
+        self._run: _ByteRun | None = None  # the run of bytes at the window's end, once `pending` was read
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Append tokens; returns the text that became final."""
+        """Append tokens; return the text that became final."""
         return "".join([self._append(token) for token in token_ids])
 
     def finish(self) -> str:
-        """Return what was still held back, with U+FFFD for what never became a character."""
+        """Return the text still held back, with U+FFFD for bytes that never became a character."""
         rest = self._text(self._window)[len(self._context) :]
         self._window, self._given, self._context, self._run = [], 0, "", None
         return rest
 
     def pending(self, start: int = 0) -> str:
-        """The text held back, from a character on, as it would read if nothing followed, without an unfinished
-        character."""
+        """Return the text held back, from a character on, as if nothing followed. An unfinished character is left
+        out."""
         if self._given == len(self._window):
             return ""
         if self._window[-1] not in self._tokenizer.byte_ids:
@@ -83,14 +83,14 @@ class Detokenizer:
         return new
 
     def _settle(self, text: str) -> None:
-        """Make the window's newest tokens its context; if they have no text, the older context stays with them."""
+        """Make the window's newest tokens its context. If they have no text, the older context stays, too."""
         fresh = self._text(self._window[self._given :])
         if fresh:
             self._window = self._window[self._given :]
         self._given, self._context = len(self._window), fresh or text
 
     def _relieve(self, text: str) -> str:
-        """Give out all but the end of a long held-back stretch, where a cut between tokens provably changes nothing."""
+        """Return all but the end of a long window, if a cut between tokens provably changes nothing."""
         for cut in range(len(self._window) - _SPAN, len(self._window) - 2 * _SPAN, -1):
             before = self._text(self._window[:cut])
             for start in range(cut - 1, cut - 1 - _SPAN, -1):
@@ -102,7 +102,7 @@ class Detokenizer:
         return ""
 
     def _run_start(self) -> int:
-        """Where the run of bytes begins that the window ends in."""
+        """Return the start of the run of bytes at the window's end."""
         start = len(self._window)
         while start > self._given and self._window[start - 1] in self._tokenizer.byte_ids:
             start -= 1
@@ -113,14 +113,14 @@ class Detokenizer:
 
 
 class _ByteRun:
-    """A run of byte tokens at the end of a window, read character by character as it grows.
+    """A run of byte tokens at the end of a window, decoded character by character as it gets longer.
 
-    A decoder reads a run as a whole: one bad byte makes every byte of it U+FFFD. So the run has a text only while it
-    ends with a character, and never again once it cannot.
+    A decoder decodes a run as a whole: one bad byte makes every byte of it U+FFFD. So the run has a text only while it
+    ends with a character, and never again after a bad byte.
     """
 
     def __init__(self, window: list[int], start: int, context: int, decode: Callable[[Sequence[int]], str]) -> None:
-        """`start`: where the run begins; `context`: how many characters of the text before it were given out."""
+        """`start`: the first token of the run. `context`: characters of the text before it that were returned."""
         self._window, self._decode = window, decode
         self._before = decode(window[:start])[context:]  # held back before the run
         self._read = start  # the window up to here makes whole characters
@@ -129,14 +129,14 @@ class _ByteRun:
         self._broken = False
 
     def text(self, start: int) -> str:
-        """The text from a character on; without that of the run while that does not end with a character."""
+        """The text from a character on. While the run does not end with a character, its text is left out."""
         while not self._broken and self._read < len(self._window) and self._read_one():
             pass
         whole = not self._broken and self._read == len(self._window)
         return "".join(self._characters[start:]) if whole else self._before[start:]
 
     def _read_one(self) -> bool:
-        """Read one more character, if the bytes are there."""
+        """Decode one more character, if its bytes are there."""
         first = self._starts[0]
         before = self._decode(self._window[first : self._read])
         for count in range(1, min(_LONGEST, len(self._window) - self._read) + 1):

@@ -1,6 +1,6 @@
-"""Files with one thing a line: prompts, or JSON such as saved answers.
+"""Files with one item a line: prompts, or JSON such as saved answers.
 
-Owns how they are read. Invariant: what is wrong with a line is said with its place.
+Owns how they are read. Invariant: the error of a bad line names its number.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ EXPECTED_LINES = 'expected JSON lines: on each line a text, {"prompt": …} or {
 
 
 def numbered_lines(text: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield each line that is not blank, with the words that tell where it stands."""
+    """Yield each line that is not blank, with words that name it in an error."""
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may hold U+2028 and the like as they are
         if line.strip():
             yield f"{name}, line {number}", line
 
 
 def json_value(line: str, where: str, expected: str) -> Any:
-    """Return what a line of JSON holds. A key that comes twice is refused: readers differ in which one they take."""
+    """Return the value of a line of JSON. A repeated key is refused, because readers differ in which one they take."""
     try:
         return json.loads(line, object_pairs_hook=_with_each_key_once)
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""The fewest tokens that a text can have, by its characters alone: a text too long for a context is refused unread.
+"""A lower bound on the tokens of a text, by its characters alone: a text too long for a context is refused early.
 
-Owns the proof. Invariant: a text never has fewer tokens than `TextBound.least` says. Where that cannot be proved (a
-tokenizer that drops words, or writes one token for any unknown word), there is no bound.
+Owns the proof. Invariant: a text never has fewer tokens than `TextBound.least` says. If that cannot be proved, there
+is no bound: for tokenizers that drop words, or write one token for any unknown word.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class TextBound:
     """What one token can stand for."""
 
     longest: int  # characters
-    dropped: str  # characters without a token, which the tokenizer passes over
+    dropped: str  # characters without a token, which the tokenizer skips
 
     def least(self, text: str) -> int:
-        """Return how many tokens a text has at least."""
+        """Return the least number of tokens that a text can have."""
         return ceil((len(text) - sum(map(text.count, self.dropped))) / self.longest)
 
 

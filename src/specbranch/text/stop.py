@@ -1,7 +1,7 @@
-"""Stop strings: watches the text as tokens are appended, and keeps back what may still turn out to be one.
+"""Stop strings: checks the text as tokens are appended, and holds back text that may be the beginning of one.
 
-Owns the text of one answer. Invariant: the answer ends at the first token after which the text so far contains a stop
-string, and is cut before the earliest one; text that was shown is never taken back.
+Owns the text of one answer. Invariant: the answer ends at the first token after which its text contains a stop string.
+It is cut before the earliest one. Text that was returned is never withdrawn.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class StopStrings:
         self._detokenizer = detokenizer
         self._min_tokens = min_tokens
         self._tokens = 0
-        self._settled: list[str] = []  # may be shown
-        self._taken = 0  # pieces of it that were
+        self._settled: list[str] = []  # may be returned
+        self._taken = 0  # entries of it that were
         self._held = ""  # final text that may be the beginning of a stop string
         self._longest = max((len(stop) for stop in self._stops), default=0)
-        self._searched = 0  # characters of what the detokenizer holds back in which no stop string ends
+        self._searched = 0  # characters that the detokenizer holds back and that were searched without success
         self.matched: str | None = None  # the stop string that ended the text
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was completed."""
+        """True if a stop string was completed."""
         return self.matched is not None
 
     @property
@@ -37,7 +37,7 @@ class StopStrings:
         return "".join(self._settled) + self._held
 
     def append(self, token: int) -> bool:
-        """Take one more token; True when it completes a stop string (and ever after)."""
+        """Append a token. Return True if it completes a stop string, and from then on."""
         if self.stopped:
             return True
         self._tokens += 1
@@ -45,13 +45,13 @@ class StopStrings:
         return self.stopped
 
     def take(self) -> str:
-        """Return the text that may be shown now and was not taken before."""
+        """Return the text that became final since the last call."""
         new = "".join(self._settled[self._taken :])
         self._taken = len(self._settled)
         return new
 
     def finish(self) -> str:
-        """End the text, however it ended; returns what was not taken before."""
+        """End the text; return what was not taken before."""
         if not self.stopped:
             self._read(self._detokenizer.finish())
         self._settle(self._held, "")
@@ -74,8 +74,10 @@ class StopStrings:
         self._held = held
 
     def _found(self, fresh: str) -> tuple[int, str] | None:
-        """Look for a stop string in what is final and, behind it, what the detokenizer holds back: a byte token may
-        complete one all by itself. What was searched before is not searched again."""
+        """Search for a stop string in the final text and the text that the detokenizer holds back.
+
+        A single byte token may complete one there. What was searched before is not searched again.
+        """
         start = max(self._searched - self._longest + 1, 0)
         pending = self._detokenizer.pending(start)
         self._searched = max(self._searched, start + len(pending))
@@ -85,10 +87,10 @@ class StopStrings:
         return None if found is None else (len(fresh) + start + found[0], found[1])
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        """Where the earliest stop string begins, and which it is."""
+        """Return the start of the earliest stop string, and which it is."""
         return min(((text.find(stop), stop) for stop in self._stops if stop in text), default=None)
 
     def _beginning(self, text: str) -> int:
-        """How many characters at the end of `text` are the beginning of a stop string."""
+        """Return how many characters at the end of `text` are the beginning of a stop string."""
         longest = min(len(text), self._longest - 1)
         return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)

@@ -1,9 +1,9 @@
 """Text to token ids and back, over the `tokenizers` library alone: a folder with tokenizer.json loads without
 transformers or torch.
 
-Owns reading the tokenizer files of a model, its special tokens and the ids that end a text. Invariant: ids, text and
-rendered chats are those that transformers gives for the same files. One exception: the clean-up of spaces before
-punctuation, meant for WordPiece encoders, is never done, as text could then change after it was shown.
+Owns the tokenizer files of a model, its special tokens and the ids that end a text. Invariant: ids, text and rendered
+chats are those that transformers gives for the same files. One exception: spaces before punctuation are never cleaned
+up. That is meant for WordPiece encoders, and could change text after it was shown.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Tokenizer:
 
     @classmethod
     def _load(cls, folder: Path, by_file: bool = False) -> Self:
-        """Read what was converted; `by_file`: a GGUF file says itself what ends a text, if it says anything of that,
-        where versions of transformers differ in what they take for its tokenizer's own."""
+        """Load a converted folder. `by_file`: the end tokens come from the GGUF file, if it names any; versions of
+        transformers differ in what they take instead."""
         config = _settings(folder / "tokenizer_config.json")
         special = _special_tokens(config, _settings(folder / "special_tokens_map.json"))
         backend = _backend(folder / TOKENIZER, config, special)
@@ -96,7 +96,7 @@ class Tokenizer:
         check_text(text)
         if len(text) < _LONG:
             return list(self._backend.encode(text, add_special_tokens=add_special).ids)
-        # the library holds the GIL over one text, and lets it go over a batch: other threads go on
+        # the library releases the GIL for a batch, but not for one text; so other threads can run
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -111,12 +111,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model says how a conversation is to be written."""
+        """True if the model has a chat template."""
         return self._template is not None
 
     @property
     def dates_chats(self) -> bool:
-        """Whether the chat template may write the date, so that another day gives other ids."""
+        """True if the chat template may write the date; then another day gives other ids."""
         return self._template is not None and "strftime_now" in self._template.source
 
     def chat(
@@ -173,7 +173,7 @@ class Tokenizer:
         return text_bound(json.loads(self._backend.to_str()))
 
     def least_tokens(self, text: str) -> int:
-        """Return how many tokens a text has at least, without reading it; 0 where its characters prove nothing."""
+        """Return the least number of tokens of a text by its characters alone; 0 if they prove nothing."""
         return 0 if self._bound is None else self._bound.least(text)
 
     @cached_property
@@ -183,7 +183,7 @@ class Tokenizer:
         )
 
     def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
-        """Whether decoding passes over the token as if it were not there."""
+        """Return True if decoding skips the token as if it were not there."""
         return (skip_special and token_id in self._special_ids) or token_id not in self._vocabulary
 
     @cached_property
@@ -217,7 +217,7 @@ def _check_messages(messages: Sequence[Message]) -> None:
 
 
 def _settings(path: Path) -> FileValues:
-    """What a file says; nothing where there is none."""
+    """Return the values of a file; none if there is no file."""
     return FileValues(read_object(path) if path.is_file() else {}, str(path))
 
 
@@ -229,7 +229,7 @@ def _backend(path: Path, config: FileValues, special: Mapping[str, str]) -> toke
     backend.no_truncation()  # a file may carry both from its training run
     backend.no_padding()
     _add_missing(backend, config, special)
-    return backend  # what goes around a text is the file's business: `add_bos_token` beside it is not heeded
+    return backend  # tokenizer.json alone says what goes around a text; `add_bos_token` is ignored
 
 
 def _add_missing(backend: tokenizers.Tokenizer, config: FileValues, special: Mapping[str, str]) -> None:
@@ -272,7 +272,7 @@ def _content(tokens: FileValues, key: str) -> str:
 
 
 def _special_tokens(config: FileValues, legacy: FileValues) -> dict[str, str]:
-    """The special tokens by name. special_tokens_map.json is the older place, and holds unless the newer lists its
+    """Return the special tokens by name. The older special_tokens_map.json counts, unless the newer file lists its
     added tokens."""
     files = (legacy, config) if "added_tokens_decoder" in config.values else (config, legacy)
     return {
@@ -284,7 +284,7 @@ def _special_tokens(config: FileValues, legacy: FileValues) -> dict[str, str]:
 
 
 def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
-    """Every id that ends a text: those of generation_config.json (or config.json), then the tokenizer's own."""
+    """Return every id that ends a text: those of generation_config.json (or config.json), then the tokenizer's own."""
     listed = _settings(folder / "generation_config.json").ids("eos_token_id")
     listed = listed or _settings(folder / "config.json").ids("eos_token_id")
     own = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None

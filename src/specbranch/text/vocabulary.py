@@ -1,7 +1,7 @@
-"""Whether a draft speaks the target's tokens: every id that both have must mean the same.
+"""Compares the vocabularies of draft and target: every id that both have must mean the same token.
 
-Owns the comparison. Ids that only one of them has (a vocabulary padded to a round size, tokens added for one model) are
-no hindrance: the draft never proposes them, and losslessness does not depend on it.
+Owns the comparison. Ids that only one of them has are allowed: a vocabulary padded to a round size, or tokens added for
+one model. The draft never proposes them, and losslessness does not depend on them.
 """
 
 from __future__ import annotations

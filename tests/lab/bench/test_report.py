@@ -90,7 +90,7 @@ def test_clocks_are_labelled_plainly(both: Results) -> None:
     assert "times AR, measured" in words and "times AR, modelled" in words
 
 
-def test_where_it_came_from_is_told_and_foreign_words_are_harmless(both: Results) -> None:
+def test_provenance_is_shown_and_foreign_words_are_harmless(both: Results) -> None:
     provenance = replace(PROVENANCE, command='specbranch bench run --out "<script>alert(1)</script>"')
     text = report_html(Results(both.rows, provenance))
     words = " ".join(Page(text).words)

@@ -340,7 +340,7 @@ class TestFiles:
         with RunStore(file, PLAN) as store:
             assert store.runs == [run("pearl")]
 
-    def test_a_place_that_cannot_be_written_is_said_so(self, tmp_path: Path) -> None:
+    def test_a_path_that_cannot_be_written_gets_a_sentence(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(BadParameter, match="cannot be written"):
             results(made_row()).save(tmp_path / "file" / "results.json")

@@ -81,9 +81,9 @@ def test_of_one_knob_the_best_value_is_taken(method: str, clock: Clock, fresh: R
     for trial in found.trials:
         assert trial.seconds == pytest.approx(seconds[trial.config.num_speculative_tokens])
     assert found.best.seconds == pytest.approx(min(seconds.values()))
-    told_apart = len({round(value, 6) for value in seconds.values()}) > 3
+    differs = len({round(value, 6) for value in seconds.values()}) > 3
     # a tiny draft is so unsure that AdaEDL stops at once
-    assert told_apart or method == "adaptive", "the length made no difference"
+    assert differs or method == "adaptive", "the length made no difference"
 
 
 @pytest.mark.slow
@@ -206,10 +206,10 @@ def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(
     assert tuner.found("pearl") is None and not kept(fresh)
 
 
-def test_progress_is_told(fresh: RecordedPair) -> None:
-    told: list[tuple[str, int, int]] = []
-    Tuner(fresh, goal(), lambda *what: told.append(what)).search("speculative")
-    assert ("Tuning speculative for cheap", 3, 12) in told and told[0] == ("Recording the target", 0, 2)
+def test_progress_is_reported(fresh: RecordedPair) -> None:
+    reported: list[tuple[str, int, int]] = []
+    Tuner(fresh, goal(), lambda *what: reported.append(what)).search("speculative")
+    assert ("Tuning speculative for cheap", 3, 12) in reported and reported[0] == ("Recording the target", 0, 2)
 
 
 def test_methods_without_knobs_are_left_as_they_are(recorded: RecordedPair) -> None:
@@ -244,12 +244,12 @@ def test_without_a_draft_only_what_needs_none_is_searched() -> None:
 
 def test_every_setting_that_a_search_of_lookahead_may_come_to_is_valid() -> None:
     space = SPACES["lookahead"]
-    places = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
-    made = [methods.config_with("lookahead", values) for values in places]
+    settings = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
+    made = [methods.config_with("lookahead", values) for values in settings]
     assert {config.lookahead_window for config in made} == set(space["lookahead_window"])
     shorter = [
         config
-        for config, values in zip(made, places, strict=True)
+        for config, values in zip(made, settings, strict=True)
         if config.lookahead_ngram != values["lookahead_ngram"]
     ]
     assert 0 < len(shorter) < len(made) / 4 and min(config.lookahead_ngram for config in shorter) >= 3

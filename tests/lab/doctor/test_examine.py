@@ -31,27 +31,27 @@ def about(findings: list[Finding], what: str) -> Finding:
 
 @pytest.fixture(scope="module")
 def examined(pair: tuple[str, str]) -> tuple[DoctorReport, list[Finding], list[str]]:
-    told: list[Finding] = []
+    reported: list[Finding] = []
     steps: list[str] = []
-    report = examine(patient(*pair), told.append, lambda what, done, total: steps.append(what))
-    return report, told, steps
+    report = examine(patient(*pair), reported.append, lambda what, done, total: steps.append(what))
+    return report, reported, steps
 
 
 @pytest.mark.slow
 def test_a_sound_pair_is_well_and_every_method_is_predicted(
     examined: tuple[DoctorReport, list[Finding], list[str]],
 ) -> None:
-    report, told, steps = examined
-    assert report.is_well and told == report.findings and steps[-1] == "Done"
+    report, reported, steps = examined
+    assert report.is_well and reported == report.findings and steps[-1] == "Done"
     here = {"Python", "torch", "CPU", "GPU", "Memory", "Cache folder"}
     both = {"Target", "Draft", "Vocabulary", "Agreement", "Costs", "Method"}
-    assert here | both <= {finding.about for finding in told}
+    assert here | both <= {finding.about for finding in reported}
     methods = {one.method: one for one in report.predictions}
     assert {"autoregressive", "speculative", "pearl", "specbranch", "lookup", "auto"} <= methods.keys()
     assert methods["autoregressive"].speedup == 1.0 and all(one.speedup > 0 for one in report.predictions)
 
 
-def test_kernels_are_told_with_the_storage_of_weights(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_kernels_are_reported_with_the_storage_of_weights(pair: tuple[str, str], tmp_path: Path) -> None:
     small = kernels("target", load_native(pair[0], context_length=64, weights="int8"))
     if load_kernel("int8") is not None:
         assert small.level == "ok" and "is used, with weights in int8" in small.said
@@ -110,7 +110,7 @@ def test_another_vocabulary_is_a_problem(pair: tuple[str, str], tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("top1", "level"), [(0.1, "problem"), (0.4, "note"), (0.7, "ok")])
-def test_a_draft_that_hardly_agrees_is_told(top1: float, level: str) -> None:
+def test_a_draft_that_hardly_agrees_is_reported(top1: float, level: str) -> None:
     found = agreement(Agreement(100, top1, top1 + 0.1, ()))
     assert found.level == level and f"{top1:.0%}" in found.said
 

@@ -1,4 +1,4 @@
-"""What is wrong with an installation is found, and told with what to do about it."""
+"""Problems of an installation are found, and reported with what to do about them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_an_old_library_is_a_problem_and_a_missing_one_too(monkeypatch: pytest.M
         assert torch.level == "problem" and said in torch.said and "2.11" in torch.advice
 
 
-def test_a_missing_extra_is_no_problem_and_its_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_no_problem_and_its_command_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     real = installation._version
     monkeypatch.setattr(installation, "_version", lambda package: None if package == "optuna" else real(package))
     found = {finding.about: finding for finding in installation.libraries()}

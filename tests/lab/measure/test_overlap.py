@@ -32,8 +32,8 @@ TEXT = [1, 2, 3, 4, 5, 1, 2, 3]
 
 
 class Hindered:
-    """Two models by a clock of their own: each draft step beside the target costs it and the step so much more, the
-    first time a lot."""
+    """Two models by a clock of their own: a draft step beside the target slows both by fixed amounts, the first time by
+    much more."""
 
     def __init__(self, target: float, draft: float) -> None:
         self.target, self.step = target, draft
@@ -52,7 +52,7 @@ class Hindered:
 
 
 @pytest.mark.parametrize(("target", "draft"), [(0.004, 0.001), (0.0, 0.003), (-0.001, -0.001)])
-def test_what_each_costs_the_other_is_told_by_the_step_and_never_below_nothing(target: float, draft: float) -> None:
+def test_what_each_costs_the_other_is_measured_by_the_step_and_never_below_zero(target: float, draft: float) -> None:
     models: Any = Hindered(target, draft)
     ticks: list[int] = []
     found = measure_slowing(models, 1, lambda: ticks.append(1))
@@ -161,11 +161,11 @@ def test_two_processes_side_by_side_make_a_profile_that_overlaps() -> None:
 
 
 def test_streams_make_a_profile_that_overlaps() -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     pair = toys(executor="streams", target=Deferred(law(), lambda: 3))
-    profile = measure(pair, replace(BRIEF, seconds=60.0), lambda what, done, total: told.append((done, total)))
+    profile = measure(pair, replace(BRIEF, seconds=60.0), lambda what, done, total: reported.append((done, total)))
     assert profile.overlap and "streams executor" in profile.note and profile.provenance["executor"] == "streams"
-    assert [done for done, _ in told] == list(range(1, told[-1][1] + 1)), "progress counts up to its end"
+    assert [done for done, _ in reported] == list(range(1, reported[-1][1] + 1)), "progress counts up to its end"
 
 
 @pytest.mark.slow

@@ -52,9 +52,9 @@ def test_a_profile_says_where_it_comes_from(measured: CostProfile, tmp_path: Pat
 
 
 class Lazy:
-    """A model that is waited for when its verdicts are called for, and grows trees by itself."""
+    """A model whose verdicts have to be waited for, and which extends trees by itself."""
 
-    begun = grown_at = None
+    launched_at = grown_at = None
 
     def verify(self, work: object, trials: object) -> Verdicts:
         return Verdicts(lambda: time.sleep(0.01) or [], lambda: False)
@@ -121,9 +121,9 @@ def test_the_check_charges_what_the_profile_says() -> None:
 
 
 def test_progress_counts_up_to_its_end() -> None:
-    told: list[tuple[int, int]] = []
-    measure(toys(), replace(BRIEF, seconds=60.0), lambda what, done, total: told.append((done, total)))
-    assert [done for done, _ in told] == list(range(1, len(told) + 1)) and told[-1][0] == told[-1][1]
+    reported: list[tuple[int, int]] = []
+    measure(toys(), replace(BRIEF, seconds=60.0), lambda what, done, total: reported.append((done, total)))
+    assert [done for done, _ in reported] == list(range(1, len(reported) + 1)) and reported[-1][0] == reported[-1][1]
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,14 @@ def test_rounds_are_priced_as_a_replay_is(method: str, draft: ReplayedModel, tar
             rounds = NotingDecoder(record_of(case), draft, target=target).noted(config)
             for profile in profiles:
                 stats = RecordDecoder(record_of(case), draft, target=target).decode(config, profile)
-                assert told(rounds.priced(profile)) == pytest.approx(told(stats), rel=1e-6)
+                assert flat_figures(rounds.priced(profile)) == pytest.approx(flat_figures(stats), rel=1e-6)
                 assert rounds.priced(profile).decode_seconds == pytest.approx(stats.decode_seconds, rel=1e-6)
             seen.add(rounds.priced(PROFILE).decode_seconds)
     assert len(seen) > 1 or method == "autoregressive"
 
 
-def told(stats: Stats) -> dict[str, object]:
-    """All that is told of a replay, the inner tables laid out."""
+def flat_figures(stats: Stats) -> dict[str, object]:
+    """Return all figures of a replay, with inner tables flattened."""
     flat: dict[str, object] = {}
     for name, value in stats.summary().items():
         parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {"": value}

@@ -61,7 +61,7 @@ class Heard:
 
 
 class CountingRunner(ToyRunner):
-    """A toy that counts the rows it is asked for."""
+    """A toy that counts the rows it computes."""
 
     fed = forwards = widest = 0
 

@@ -74,14 +74,14 @@ def test_rows_beyond_those_that_a_forward_has_do_not_keep_a_draft_from_work(draf
     assert ours > 1.08 * plain
 
 
-def test_places_are_busy_until_the_last_request_is_done(draft: ReplayedModel) -> None:
+def test_the_batch_is_full_until_the_last_request_is_done(draft: ReplayedModel) -> None:
     records = [record_of(CASES[0]), *[replace(record_of(CASES[0]), tokens=record_of(CASES[0]).tokens[:8])] * 3]
     short = [replace(one, task=replace(one.task, params=replace(one.task.params, max_tokens=8))) for one in records[1:]]
     found = SeveralRecords([records[0], *short], draft).decode(
         SpeculativeConfig(method="autoregressive"), COSTS, 4, Experience(COSTS)
     )
     longest = len(records[0].tokens)
-    assert found.tokens > 0.9 * 4 * longest  # plain decoding: a token a round in every place
+    assert found.tokens > 0.9 * 4 * longest  # plain decoding: a token a round for each of the batch
     assert found.seconds == pytest.approx(longest * COSTS.target_seconds(4), rel=0.1)
 
 

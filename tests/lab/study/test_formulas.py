@@ -102,14 +102,14 @@ def test_the_comparison_would_notice_a_wrong_model() -> None:
 
 def test_the_toys_agree_at_the_rates_they_were_given() -> None:
     target, draft = ranked_pair(MIDDLING)
-    state, counts, places = 1, [0] * 8, 4000
-    for token in range(places):
+    state, counts, positions = 1, [0] * 8, 4000
+    for token in range(positions):
         state = draft.step(state, token % 8)
         row, said = draft.logits(state), target.logits(state)
         ranked = sorted(range(8), key=lambda t: -row[t])
         counts[ranked.index(max(range(8), key=lambda t: said[t]))] += 1
     for count, rate in zip(counts, MIDDLING, strict=False):
-        assert abs(count / places - rate) < 4 * math.sqrt(rate * (1 - rate) / places)
+        assert abs(count / positions - rate) < 4 * math.sqrt(rate * (1 - rate) / positions)
     assert counts[3:7] == [0, 0, 0, 0]
 
 

@@ -61,7 +61,7 @@ def test_chains_are_what_the_formulas_say(c: int, pair: str, length: int) -> Non
 
 
 class Simulation:
-    """The same machine, walked with dice: draws the target's choice at every place and adds up what happens."""
+    """The same machine, walked with dice: draws the target's choice at every position and adds up what happens."""
 
     def __init__(self, profile: CostProfile, rates: Rates, setting: Strategy) -> None:
         self.profile, self.rates, self.setting = profile, rates, setting

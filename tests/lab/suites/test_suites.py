@@ -96,11 +96,11 @@ def test_a_file_of_the_format_is_read_whatever_else_it_holds(tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.parametrize("place", ["gsm8k.jsonl", "prompts/gsm8k.jsonl"])
+@pytest.mark.parametrize("path", ["gsm8k.jsonl", "prompts/gsm8k.jsonl"])
 def test_a_public_suite_is_found_in_the_folder_given_or_named_by_the_variable(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tmp_path / place, GOOD)
+    file = written(tmp_path / path, GOOD)
     assert load_suite("gsm8k", tmp_path).source == str(file)
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     assert load_suite("gsm8k").prompts[0].turns == ("Hello", "And again")
@@ -141,7 +141,7 @@ def test_an_empty_suite_and_a_missing_or_binary_file_are_refused(tmp_path: Path)
         load_suites()
 
 
-def test_an_unknown_suite_gets_the_nearest_name_and_all_places(tmp_path: Path) -> None:
+def test_an_unknown_suite_gets_the_nearest_name_and_all_known_ones(tmp_path: Path) -> None:
     with pytest.raises(BadParameter) as caught:
         load_suite("gsmk8")
     said = str(caught.value)
@@ -159,7 +159,7 @@ def test_a_public_suite_that_is_not_there_says_where_it_was_looked_for_and_what_
         and DATA_VARIABLE in said
         and "'own'" in said
     )
-    assert "Hub" not in said  # a folder given by hand is the only place
+    assert "Hub" not in said  # a folder given by hand is the only one searched
 
 
 def test_two_suites_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_file_of_the_hub_in_another_form_or_without_a_reader_is_said_so(
         load_suite("gsm8k")
 
 
-def test_every_public_suite_has_a_place_on_the_hub() -> None:
+def test_every_public_suite_has_an_address_on_the_hub() -> None:
     assert hub.SOURCES.keys() == PUBLIC.keys()
 
 

@@ -1,5 +1,4 @@
-"""Frames of a request: what they add is the answer, who proposed a token is who the session says, and times are those
-of the trace."""
+"""Frames of a request: they add up to the answer, with the session's origins and the trace's times."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def filmed(
     trace, film, frames = Trace(), Film(), list[Frame]()
     loop = Loop(virtual_clock(0.25, profile=profile) if profile else serial(0.25), trace)
     session = Case((seed, 2), 0.7, seed, ending).session(next_number())
-    session.on_round = lambda *told: frames.extend(filter(None, [film.see(*told)]))
+    session.on_round = lambda *reported: frames.extend(filter(None, [film.see(*reported)]))
     loop.join(session, METHODS[config.method or ""].start(session, config, Experience(profile)))
     run_out(loop)
     return session, frames, trace
@@ -61,15 +60,15 @@ def test_a_token_that_a_draft_foresaw_has_its_node(name: str) -> None:
     """What was looked up and never sent is in no order, so that no frame can show it."""
     for seed in range(3):
         session, frames, _ = filmed(name, seed, looks_up=False)
-        place = 0
+        position = 0
         for frame in frames:
-            place += frame.added
+            position += frame.added
             if frame.added > len(frame.path):  # the request did not end before the target's own token
-                assert (frame.hit is not None) >= (session.origins[place - 1] == "branch")
+                assert (frame.hit is not None) >= (session.origins[position - 1] == "branch")
             if frame.hit is not None:
                 assert frame.nodes[frame.hit].token == frame.token
                 assert frame.nodes[frame.hit].parent == (frame.path[-1] if frame.path else -1)
-        assert place == len(session.output)
+        assert position == len(session.output)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,12 +101,12 @@ def test_times_are_those_of_the_trace() -> None:
 def test_a_frame_is_plain_values_for_a_page() -> None:
     _, frames, _ = filmed("specbranch", 2)
     frame = next(one for one in frames if one.path)
-    told = frame.to_dict(str)
+    reported = frame.to_dict(str)
     node = frame.nodes[frame.path[0]]
-    assert told["nodes"][frame.path[0]] == [
+    assert reported["nodes"][frame.path[0]] == [
         *(str(node.token), node.token, node.parent, round(node.said * 100) or None, node.given, 1)
     ]
-    assert (told["path"], told["token"], told["text"]) == (list(frame.path), frame.token, str(frame.token))
+    assert (reported["path"], reported["token"], reported["text"]) == (list(frame.path), frame.token, str(frame.token))
 
 
 @pytest.mark.parametrize("name", ["pearl", "tree", "specbranch"])

@@ -112,7 +112,7 @@ def test_a_terminal_narrower_than_forty_is_drawn_for_as_if_it_had_forty() -> Non
     assert narrow == forty
 
 
-def test_kept_lost_and_rolled_back_are_told_apart_without_colours() -> None:
+def test_kept_lost_and_rolled_back_differ_without_colours() -> None:
     rounds = [
         TracedRound(0, None, Event(0, 0, "target", 0.0, 1.0, 3, 0, accepted=0, tokens=(9,)), (), 1),
         TracedRound(1, Event(0, 1, "draft", 1.0, 1.5, 4, 0, branches=(3,)), None, (Fates(accepted=2, rejected=1),)),

@@ -41,10 +41,10 @@ def test_shares_and_lengths_are_those_of_the_laws() -> None:
     assert found.top1 == pytest.approx(sum(r == 1 for r in by_law) / 150)
     assert found.top3 == pytest.approx(sum(r <= 3 for r in by_law) / 150)
     assert 0.2 < found.top1 < found.top3 < 1.0
-    places = range(150 - LONGEST + 1)
-    pairs = [(by_law[at], by_law[at + 1]) for at in places]
+    starts = range(150 - LONGEST + 1)
+    pairs = [(by_law[at], by_law[at + 1]) for at in starts]
     assert found.expected_length[1] == pytest.approx(
-        sum((a == 1) + (a == 1 and b == 1) for a, b in pairs) / len(places)
+        sum((a == 1) + (a == 1 and b == 1) for a, b in pairs) / len(starts)
     )
 
 

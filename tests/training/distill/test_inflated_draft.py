@@ -48,7 +48,7 @@ KEPT = 150  # tokens of a reduced head
 
 
 @pytest.fixture(scope="module")
-def places(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def folders(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The target and two drafts for it, and all of them inflated."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("inflated")
@@ -75,11 +75,11 @@ def logits(runner: NativeRunner) -> torch.Tensor:
 @pytest.mark.parametrize("target", ["target", "large target"])
 @pytest.mark.parametrize("name", ["whole", "reduced"])
 def test_an_inflated_draft_has_the_drafts_logits_beside_either_target(
-    name: str, target: str, places: dict[str, str]
+    name: str, target: str, folders: dict[str, str]
 ) -> None:
     asked: dict[str, Any] = {"context_length": 64, "dtype": torch.float64}
-    small = load_draft(places[name], places["target"], **asked)
-    large = load_draft(places[f"large {name}"], places[target], **asked)
+    small = load_draft(folders[name], folders["target"], **asked)
+    large = load_draft(folders[f"large {name}"], folders[target], **asked)
     assert large.decoder.embedding.shape == (small.vocabulary, 80) and large.architecture.layers == 3
     found, expected = logits(large), logits(small)
     assert found.shape == expected.shape == (4, KEPT if name == "reduced" else small.vocabulary)
@@ -89,10 +89,11 @@ def test_an_inflated_draft_has_the_drafts_logits_beside_either_target(
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("on_graphs", [False, True])
 def test_a_reduced_draft_is_charged_with_the_shapes_head_and_proposes_the_same(
-    on_graphs: bool, temperature: float, places: dict[str, str]
+    on_graphs: bool, temperature: float, folders: dict[str, str]
 ) -> None:
     asked: dict[str, Any] = {"context_length": 64, "dtype": torch.float64}
-    runners: list[Any] = [load_draft(places[name], places["target"], **asked) for name in ("reduced", "large reduced")]
+    names = ("reduced", "large reduced")
+    runners: list[Any] = [load_draft(folders[name], folders["target"], **asked) for name in names]
     head: Any = runners[1].decoder.head
     assert head.weight.shape == (500, 80)
     head.weight[KEPT:] *= 1000  # what nobody looks at may not win
@@ -105,10 +106,10 @@ def test_a_reduced_draft_is_charged_with_the_shapes_head_and_proposes_the_same(
 
 
 @pytest.mark.parametrize("name", ["target", "whole", "reduced"])
-def test_transformers_scores_alike_on_the_weights_of_an_inflated_model(name: str, places: dict[str, str]) -> None:
+def test_transformers_scores_alike_on_the_weights_of_an_inflated_model(name: str, folders: dict[str, str]) -> None:
     asked: dict[str, Any] = {"context_length": 64, "dtype": torch.float64}
-    large = places[f"large {name}"]
-    runner = load_native(large, **asked) if name == "target" else load_draft(large, places["large target"], **asked)
+    large = folders[f"large {name}"]
+    runner = load_native(large, **asked) if name == "target" else load_draft(large, folders["large target"], **asked)
     model: Any = as_transformers(runner.decoder)
     with torch.inference_mode():
         theirs = model(torch.tensor([[5, 6, 7, 8]])).logits[0]
@@ -127,8 +128,8 @@ def test_transformers_scores_alike_on_the_weights_of_an_inflated_model(name: str
     assert shared <= {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
 
 
-def test_stored_weights_and_other_families_cannot_be_shared_with_transformers(places: dict[str, str]) -> None:
-    small = load_native(places["target"], context_length=64, weights="int8")
+def test_stored_weights_and_other_families_cannot_be_shared_with_transformers(folders: dict[str, str]) -> None:
+    small = load_native(folders["target"], context_length=64, weights="int8")
     with pytest.raises(BadParameter, match="cannot be shared with transformers"):
         as_transformers(small.decoder)
     with pytest.raises(BadParameter, match="is of the family qwen2"):
@@ -137,9 +138,9 @@ def test_stored_weights_and_other_families_cannot_be_shared_with_transformers(pl
         refuse_other_families(replace(small.decoder.arch, heads=6))
 
 
-def test_a_draft_beside_an_inflated_target_keeps_its_size(places: dict[str, str]) -> None:
-    target = load_native(places["large target"], context_length=64)
-    draft = load_draft(places["whole"], places["large target"], target_runner=target, context_length=64)
+def test_a_draft_beside_an_inflated_target_keeps_its_size(folders: dict[str, str]) -> None:
+    target = load_native(folders["large target"], context_length=64)
+    draft = load_draft(folders["whole"], folders["large target"], target_runner=target, context_length=64)
     assert draft.decoder.embedding.shape[1] == draft.architecture.hidden == 32
 
 
@@ -147,29 +148,29 @@ def test_a_draft_beside_an_inflated_target_keeps_its_size(places: dict[str, str]
 @pytest.mark.parametrize("executor", tiered(("serial", "process"), "serial".__eq__))
 @pytest.mark.parametrize("draft", tiered(("reduced", "large whole", "large reduced"), "large reduced".__eq__))
 def test_a_pair_with_inflated_models_says_what_the_source_says(
-    draft: str, executor: Any, places: dict[str, str]
+    draft: str, executor: Any, folders: dict[str, str]
 ) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
     asked: dict[str, Any] = {"device": "cpu", "dtype": "float64", "options": {"context_length": 128}}
-    plain = LLM(places["target"], method="autoregressive", **asked).generate(PROMPT, params)
+    plain = LLM(folders["target"], method="autoregressive", **asked).generate(PROMPT, params)
     settings: dict[str, Any] = {"executor": executor, "speculative": {"policy": "confidence"}}
-    with LLM(places["large target"], places[draft], **settings, **asked) as llm:
+    with LLM(folders["large target"], folders[draft], **settings, **asked) as llm:
         output = llm.generate(PROMPT, params)
     assert output.token_ids == plain.token_ids
     assert output.stats["accepted"] > 0
 
 
 def test_an_inflated_draft_is_no_target_and_no_other_targets(
-    places: dict[str, str], pair: tuple[str, str], tmp_path: Path
+    folders: dict[str, str], pair: tuple[str, str], tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match="is a draft, which runs only with its target"):
-        load_native(places["large whole"])
+        load_native(folders["large whole"])
     with pytest.raises(ModelError, match="is a draft, which runs only with"):
-        LLM(places["large whole"], method="autoregressive", device="cpu")
+        LLM(folders["large whole"], method="autoregressive", device="cpu")
     with pytest.raises(ModelError, match="was made for"):
-        load_draft(places["large whole"], pair[1])
+        load_draft(folders["large whole"], pair[1])
 
 
-def test_the_recipe_tells_which_head_is_charged(places: dict[str, str]) -> None:
-    recipe = json.loads((Path(places["large reduced"]) / "inflation.json").read_text())
+def test_the_recipe_tells_which_head_is_charged(folders: dict[str, str]) -> None:
+    recipe = json.loads((Path(folders["large reduced"]) / "inflation.json").read_text())
     assert (recipe["kind"], recipe["head_rows"], recipe["head_scored"]) == ("draft", 500, KEPT)

@@ -222,7 +222,7 @@ def test_an_int8_draft_is_written_out_where_that_is_asked_for(drafts: dict[str, 
     assert isinstance(half, KernelLinear) and torch.equal(half.weight, stored.bfloat16())
 
 
-def test_off_the_cpu_an_int8_draft_stays_so_unless_told(drafts: dict[str, str], pair: tuple[str, str]) -> None:
+def test_off_the_cpu_an_int8_draft_stays_so_by_default(drafts: dict[str, str], pair: tuple[str, str]) -> None:
     draft = read_draft(drafts["int8"])
     for dtype in (torch.bfloat16, torch.float32):
         assert _own_storage(draft, torch.device("cuda"), dtype, None) == "int8"  # is only named here
@@ -234,7 +234,7 @@ def test_off_the_cpu_an_int8_draft_stays_so_unless_told(drafts: dict[str, str], 
     assert _own_storage(read_draft(drafts["whole"]), torch.device("cuda"), torch.bfloat16, None) is None
 
 
-def test_the_draft_process_stores_as_it_is_told(drafts: dict[str, str], pair: tuple[str, str]) -> None:
+def test_the_draft_process_stores_as_it_is_configured(drafts: dict[str, str], pair: tuple[str, str]) -> None:
     choice = fitted_to_target(
         ModelChoice(drafts["reduced"], device="cpu", context_length=64, dtype="float64", weights="int8"), pair[0]
     )

@@ -98,8 +98,8 @@ def test_a_conversation_longer_than_a_row_loses_its_end() -> None:
 
 def test_packing_wastes_little() -> None:
     material = made(400)
-    places = len(list(material.batches(170, 1, seed=0, epoch=0))) * 170
-    assert material.tokens.numel() / places > 0.93
+    positions = len(list(material.batches(170, 1, seed=0, epoch=0))) * 170
+    assert material.tokens.numel() / positions > 0.93
 
 
 def test_a_split_shares_no_conversation_and_loses_none() -> None:

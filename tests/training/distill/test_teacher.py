@@ -1,5 +1,4 @@
-"""The target remembered: what it says to a batch is the same whether it is asked now or was asked once, in whatever
-batch."""
+"""The stored target: its scores of a batch are those of the target itself, in whatever batch."""
 
 from __future__ import annotations
 

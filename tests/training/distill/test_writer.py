@@ -31,7 +31,7 @@ from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
 DOUBLE = torch.float64
-ENDS = tuple(range(0, 420, 14))  # so many that a random model ends its turns now and then
+ENDS = tuple(range(0, 420, 14))  # enough that a random model ends its turns now and then
 
 
 def settings(**given: object) -> WriterSettings:
@@ -57,7 +57,7 @@ def tokenizer(pair: tuple[str, str]) -> Tokenizer:
 
 
 def lines(desk: Desk, rounds: int) -> list[list[tuple[list[int], int]]]:
-    """The finished conversations of each row with the place of the answer, put together step by step."""
+    """The finished conversations of each row with the start of the answer, put together step by step."""
     found: list[list[tuple[list[int], int]]] = [[] for _ in range(desk.rows)]
     open_ones: list[list[int]] = [[] for _ in range(desk.rows)]
     for _ in range(rounds):
@@ -196,7 +196,7 @@ def test_prompts_of_the_user_are_forced_whole_and_in_turn(target: WritingTarget,
     assert 0.3 < sum(counts) / len(material) < 0.7
 
 
-def test_prompts_that_leave_no_room_are_left_out_and_told(
+def test_prompts_that_leave_no_room_are_left_out_and_reported(
     target: WritingTarget, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = Script.of(tokenizer, target.arch, settings(prompts=("river " * 200, "Short.")))
@@ -227,16 +227,16 @@ def test_what_is_written_can_be_trained_on(target: WritingTarget, tokenizer: Tok
 
 
 @torch.no_grad()
-def test_rows_that_end_take_the_next_openings_in_line(target: WritingTarget, tokenizer: Tokenizer) -> None:
+def test_rows_that_end_take_the_next_openings_in_order(target: WritingTarget, tokenizer: Tokenizer) -> None:
     wanted = settings(length=16)
     script = Script.of(tokenizer, target.arch, settings())
     script = replace(script, openings=tuple((first, 3, 5) for first in range(20, 27)), asked=(True,) * 7)
-    desk, begins, begun = Desk(target, script, wanted), [True] * 8, []
+    desk, begins, openings_seen = Desk(target, script, wanted), [True] * 8, []
     for tokens, ended in zip(*(part.tolist() for part in desk.advance()), strict=True):
-        begun += [token for token, new in zip(tokens, begins, strict=True) if new]
+        openings_seen += [token for token, new in zip(tokens, begins, strict=True) if new]
         begins = [end > 0 for end in ended]
-    assert len(begun) > 16
-    assert begun == [20 + at % 7 for at in range(len(begun))]
+    assert len(openings_seen) > 16
+    assert openings_seen == [20 + at % 7 for at in range(len(openings_seen))]
 
 
 def test_too_little_written_for_any_answer_is_no_material(target: WritingTarget, tokenizer: Tokenizer) -> None:
@@ -244,7 +244,7 @@ def test_too_little_written_for_any_answer_is_no_material(target: WritingTarget,
 
 
 class Watcher(Nobody):
-    """Keeps what it is told: how far the writing is, and the numbers of each note."""
+    """Keeps what is reported: how far the writing is, and the numbers of each note."""
 
     def __init__(self) -> None:
         self.done: list[float] = []
@@ -276,7 +276,7 @@ def test_writing_stops_when_the_time_is_over(target: WritingTarget, tokenizer: T
 
 
 @pytest.mark.slow
-def test_rows_that_do_not_fit_are_halved_and_told(
+def test_rows_that_do_not_fit_are_halved_and_reported(
     target: WritingTarget, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = writer.Texts
@@ -396,10 +396,10 @@ def test_a_restarted_row_scores_as_a_new_sequence_in_every_family(kind: str, tmp
     long, short = some_tokens(20), some_tokens(8, seed=2)
     expected = {"long": logits_of(target, long), "short": logits_of(target, short)}
     for at, token in enumerate(long):
-        place = at if at < 12 else at - 12  # the second row begins anew after twelve tokens
-        found = rows.scores(torch.tensor([token, (long[:12] + short)[at]]), torch.tensor([at, place]))
+        position = at if at < 12 else at - 12  # the second row begins anew after twelve tokens
+        found = rows.scores(torch.tensor([token, (long[:12] + short)[at]]), torch.tensor([at, position]))
         torch.testing.assert_close(found[0], expected["long"][at], rtol=0, atol=1e-9)
-        torch.testing.assert_close(found[1], expected["long" if at < 12 else "short"][place], rtol=0, atol=1e-9)
+        torch.testing.assert_close(found[1], expected["long" if at < 12 else "short"][position], rtol=0, atol=1e-9)
 
 
 @pytest.mark.gpu
@@ -421,9 +421,9 @@ def test_a_captured_step_writes_what_an_eager_one_does(
     assert eager and all(line in written for line in eager)
 
 
-def test_long_writing_is_kept_in_pieces_of_equal_size() -> None:
-    pieces = WriterSettings(seconds=300.0, seed=2).slices()
-    assert [piece.seconds for piece in pieces] == [100.0] * 3
-    assert [piece.seed for piece in pieces] == [2000, 2001, 2002]
+def test_long_writing_is_kept_in_parts_of_equal_size() -> None:
+    parts = WriterSettings(seconds=300.0, seed=2).slices()
+    assert [part.seconds for part in parts] == [100.0] * 3
+    assert [part.seed for part in parts] == [2000, 2001, 2002]
     assert [len(WriterSettings(tokens=tokens).slices()) for tokens in (1000, 50_000_000)] == [1, 3]
     assert len(WriterSettings(seconds=1e12).slices()) == 1000  # the seed after the last is the next run's first

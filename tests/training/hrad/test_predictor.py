@@ -145,15 +145,15 @@ def test_a_predictor_that_cannot_be_used_is_a_sentence_and_decoding_goes_on(
         text = llm.generate("A branch", {"max_tokens": 12}).token_ids
         again = llm.using(speculative={**config, "stop_below": 0.2}).generate("A branch", {"max_tokens": 12}).token_ids
         assert text == again == llm.using("autoregressive").generate("A branch", {"max_tokens": 12}).token_ids
-    told = [
+    reported = [
         record.message
         for record in caplog.records
         if "Decoding goes on by the draft's confidence alone." in record.message
     ]
-    assert len(told) == 1 and words in told[0]
+    assert len(reported) == 1 and words in reported[0]
 
 
-def test_a_pair_without_a_predictor_and_a_draft_that_is_too_long_are_told(
+def test_a_pair_without_a_predictor_and_a_draft_that_is_too_long_are_reported(
     folder: Path, pair: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with LLM(*pair, speculative={"policy": "paper"}, device="cpu", dtype="float64") as llm:
@@ -171,7 +171,7 @@ def test_a_pair_without_a_predictor_and_a_draft_that_is_too_long_are_told(
     assert "up to 6 tokens; num_speculative_tokens is 9" in second
 
 
-def test_features_that_are_not_finite_say_nothing_and_that_is_told_once(
+def test_features_that_are_not_finite_say_nothing_and_that_is_warned_of_once(
     folder: Path, pair: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     forecast = TargetForecaster(Predictor.load(folder), load_runner(Choice(pair[0], device="cpu", context_length=64)))
@@ -190,12 +190,12 @@ class Opaque:
     """A runner whose hidden states cannot be reached."""
 
 
-def test_a_target_whose_hidden_states_cannot_be_reached_is_told(folder: Path) -> None:
+def test_a_target_whose_hidden_states_cannot_be_reached_is_reported(folder: Path) -> None:
     with pytest.raises(PredictorError, match="cannot be reached"):
         TargetForecaster(Predictor.load(folder), Opaque())
 
 
-def test_a_target_with_too_few_layers_or_another_width_is_told(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_target_with_too_few_layers_or_another_width_is_reported(pair: tuple[str, str], tmp_path: Path) -> None:
     deep, wide = made(*pair, tmp_path / "deep", layers=9), made(*pair, tmp_path / "wide", hidden=48)
     for runner in ("native", "transformers"):
         loaded = load_runner(Choice(pair[0], runner=runner, device="cpu", context_length=64))  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ def test_walked_rounds_are_those_of_speculative_decoding(seed: int) -> None:
     case = Case((seed % 5, 3, 1), 0.0, seed, Ending("length", 60))
     trace = Trace()
     session = decode(serial(DRIFT), case, SpeculativeConfig(method="speculative", num_speculative_tokens=LENGTH), trace)
-    judged = [event.accepted for event in trace.events if event.accepted is not None][1:]  # the first reads the prompt
+    judged = [event.accepted for event in trace.events if event.accepted is not None][1:]  # the first is the prefill
     starts = list(walk(agreed(tuple(session.tokens), len(case.prompt)), LENGTH, LONGEST))
     walked = [min(start.taken, LENGTH) for start in starts]
     assert walked[:-1] == judged[: len(walked) - 1]  # the last one may be cut short by the end
@@ -55,7 +55,7 @@ def test_labels_tell_none_some_and_all_and_what_the_end_leaves_open() -> None:
     assert labels == [[NONE] * 4, [ALL, ALL, SOME, SOME], [ALL] * 4, [ALL, ALL, UNKNOWN_LABEL, UNKNOWN_LABEL]]
 
 
-def test_places_are_judged_up_to_the_first_wrong_token_and_no_farther_than_the_text() -> None:
+def test_positions_are_judged_up_to_the_first_wrong_token_and_no_farther_than_the_text() -> None:
     seen, true = outcomes(rounds_of([0, 2, 4, 2], [9, 9, 9, 2]))
     assert seen.int().tolist() == [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
     assert (true & seen).int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]

@@ -19,14 +19,14 @@ WIDTH, LONGEST, TEXTS, EACH = 24, 6, 40, 60
 SETTINGS = FitSettings(epochs=8, batch=128, learning_rate=3e-3, forgets=0.0)
 
 
-def planted(seed: int = 0, told: float = 3.0, sure: float = 1.0) -> LabelledRounds:
-    """Rounds whose chances hang on the first feature, and on the draft's confidence."""
+def planted(seed: int = 0, reported: float = 3.0, sure: float = 1.0) -> LabelledRounds:
+    """Rounds whose chances depend on the first feature and on the draft's confidence."""
     generator = torch.Generator().manual_seed(seed)
     many = TEXTS * EACH
     features = torch.randn(many, WIDTH, generator=generator) * 5 + 2
     ease = (features[:, 0] - 2) / 5
     confidence = torch.rand(many, LONGEST, generator=generator)
-    chance = torch.sigmoid(0.5 + told * ease[:, None] + sure * torch.logit(confidence.clamp(0.01, 0.99)))
+    chance = torch.sigmoid(0.5 + reported * ease[:, None] + sure * torch.logit(confidence.clamp(0.01, 0.99)))
     right = torch.rand(many, LONGEST, generator=generator) < chance
     taken = torch.where(right.all(1), LONGEST, (~right).int().argmax(1))
     text = torch.arange(TEXTS).repeat_interleave(EACH)
@@ -38,19 +38,19 @@ def planted(seed: int = 0, told: float = 3.0, sure: float = 1.0) -> LabelledRoun
 def test_a_network_learns_what_is_planted_and_says_it_with_the_right_chances() -> None:
     parts = dealt(planted())
     fitted = fit(parts, SETTINGS)
-    told = figures(fitted.network, parts.judged, LONGEST)
+    reported = figures(fitted.network, parts.judged, LONGEST)
     rivals = rivalry(fitted.network, parts)
-    assert told["accuracy"] > 1.25 * max(told["shares"].values())
-    assert told["calibration_error"] < 0.1
+    assert reported["accuracy"] > 1.25 * max(reported["shares"].values())
+    assert reported["calibration_error"] < 0.1
     assert rivals["H-RAD"]["nats"] < rivals["last length"]["nats"] - 0.1
     assert rivals["last length"]["low"] > 0, "the interval excludes no difference"
     assert rivals["hybrid"]["nats"] < min(rivals["H-RAD"]["nats"], rivals["confidence"]["nats"]) - 0.05
-    assert sum(map(sum, told["confusion"])) == told["rounds"] == len(parts.judged)
+    assert sum(map(sum, reported["confusion"])) == reported["rounds"] == len(parts.judged)
 
 
 @pytest.mark.slow
-def test_where_nothing_is_to_be_told_a_network_is_no_better_than_no_knowledge() -> None:
-    parts = dealt(planted(told=0.0))
+def test_without_a_signal_a_network_is_no_better_than_no_knowledge() -> None:
+    parts = dealt(planted(reported=0.0))
     rivals = rivalry(fit(parts, SETTINGS).network, parts)
     assert rivals["no knowledge"]["low"] < 0.02, "it seems to know what cannot be known"
     assert rivals["confidence"]["high"] < 0

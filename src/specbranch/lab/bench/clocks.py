@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specbranch.assembly import ModelChoice, cost_profile, identity, kept_by_draft
+from specbranch.assembly import ModelChoice, cost_profile, draft_cache_dtype, identity
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import WALL, load_profile
 from specbranch.errors import BadParameter
@@ -70,7 +70,10 @@ def machine_clock(
     """Load both models and measure them in a few seconds; `specbranch profile` takes longer and is more precise."""
     big = ModelChoice(target, device=running.device, weights=running.weights, cache_dtype=running.cache_dtype)
     device = running.draft_device or running.device
-    own: dict[str, Any] = {"weights": running.draft_weights, "cache_dtype": kept_by_draft(running.cache_dtype, device)}
+    own: dict[str, Any] = {
+        "weights": running.draft_weights,
+        "cache_dtype": draft_cache_dtype(running.cache_dtype, device),
+    }
     small = ModelChoice(draft, device=device, shorten=True, **own)
     made = measure(load_pair(big, small, title, running.executor), FARTHER if far else BRIEFLY, progress)
     free_memory()

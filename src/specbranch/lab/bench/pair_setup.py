@@ -76,10 +76,10 @@ class Running:
     def suffix(self) -> str:
         """The part of a title that says how the pair runs."""
         executor = None if self.executor == "serial" else self.executor
-        place = None if self.draft_device is None else f"{self.draft_device}-draft"
+        drafting = None if self.draft_device is None else f"{self.draft_device}-draft"
         target = None if self.weights is None else f"{self.weights}-target"
         cache = None if self.cache_dtype is None else f"{self.cache_dtype}-cache"
-        return "".join(f"+{part}" for part in (target, self.draft_weights, cache, place, executor) if part)
+        return "".join(f"+{part}" for part in (target, self.draft_weights, cache, drafting, executor) if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

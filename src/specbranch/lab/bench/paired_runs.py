@@ -1,8 +1,8 @@
 """The runs of a bench: every method on the same prompts, by the wall clock or replayed from records by a profile.
 
 Owns the order of the runs. Invariants: a run in the store is never repeated, and an interrupted replay ends with the
-rows of an uninterrupted one. By the wall clock the methods take turns on each prompt, so that all share the other load
-of the machine; the first run of each is dropped. A replay that differs from its record stops the bench.
+rows of an uninterrupted one. By the wall clock the methods take turns on each prompt, so all share the other load of
+the machine. The first run of each is dropped. A replay that differs from its record stops the bench.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AskedPrompt(NamedTuple):
 
     workload: Workload
     suite: Suite
-    at: int  # its place in the suite
+    at: int  # its number in the suite
     prompt: Prompt
 
 
@@ -83,10 +83,10 @@ def replay(recorded: RecordedPair, runs: PairRuns, clock: Clock, store: RunStore
     # One experience of each setting for all prompts, as in an LLM.
     known = {setting.config: Experience(clock.profile, recorded.draft is not None) for setting in runs.settings}
     blanks = [[(_blank(recorded, asked, setting, clock), setting) for setting in runs.settings] for asked in runs.asked]
-    learning = {setting for line in blanks for blank, setting in line if blank.key not in done and setting.plans}
-    for number, (asked, line) in enumerate(zip(runs.asked, blanks, strict=True)):
+    learning = {setting for runs_of in blanks for blank, setting in runs_of if blank.key not in done and setting.plans}
+    for number, (asked, runs_of) in enumerate(zip(runs.asked, blanks, strict=True)):
         progress(f"Replaying {recorded.pair} by {clock.name}", number, len(blanks))
-        wanted = [(blank, setting) for blank, setting in line if blank.key not in done or setting in learning]
+        wanted = [(blank, setting) for blank, setting in runs_of if blank.key not in done or setting in learning]
         if wanted:
             for made in _replayed(recorded, recorded.records(asked.prompt, asked.workload), wanted, clock, known):
                 if made.key not in done:
@@ -102,13 +102,13 @@ def _replayed(
 ) -> Iterator[PromptRun]:
     turns: list[list[dict[str, Any]]] = [[] for _ in wanted]
     for record in records:
-        for lines, (_, setting) in zip(turns, wanted, strict=True):
+        for results, (_, setting) in zip(turns, wanted, strict=True):
             assert setting.config is not None and clock.profile is not None
             stats = recorded.replays.stats(record, setting.config, clock.profile, known[setting.config])
-            lines.append(stats.summary())
+            results.append(stats.summary())
     text = output_digest(record.tokens for record in records)  # replays are checked against it
-    for lines, (blank, _) in zip(turns, wanted, strict=True):
-        yield replace(blank, turns=tuple(lines), output=text)
+    for results, (blank, _) in zip(turns, wanted, strict=True):
+        yield replace(blank, turns=tuple(results), output=text)
 
 
 def measure(
@@ -136,7 +136,7 @@ def measure(
                 warm.add(setting.method)
             answers = [_answer(recorded, setting, record, outside) for record in records]
             output = output_digest(tokens for tokens, _ in answers)
-            store.append(replace(blank, turns=tuple(line for _, line in answers), output=output))
+            store.append(replace(blank, turns=tuple(summary for _, summary in answers), output=output))
 
 
 def _answer(

@@ -111,7 +111,7 @@ class RecordedPair:
             known = self._known("target_identity", self.llm.target_runner)
             self._records = Records(self.folder / "records", known, texts and texts / "records")
             self.draft = self._remembering(draft, opened)
-            self.forecasts = self._foretelling(predictor, draft)
+            self.forecasts = self._recorded_signals(predictor, draft)
             self.target = ReplayedModel(known, self._memory("targets", known, opened), self.llm.target_runner)
             self.replays = ReplayedMethods(self.draft, self.forecasts, self.target)
             opened.callback(self.replays.close)
@@ -189,7 +189,7 @@ class RecordedPair:
         rounded += [f"{cached}-cache"] if cached != precision(runner) else []
         return "-".join((str(self.identity[name]), *rounded))
 
-    def _foretelling(self, given: str | None, draft: str | None) -> RecordedSignals | None:
+    def _recorded_signals(self, given: str | None, draft: str | None) -> RecordedSignals | None:
         """Return H-RAD's signals for the records. Without a predictor, policy "paper" uses confidence alone."""
         folder = Path(given) if given is not None else predictor_folder(draft)
         if folder is None or draft is None:

@@ -185,7 +185,7 @@ def _mean(figures: Iterable[tuple[float | None, int]]) -> float | None:
 def _lengths(methods: ByMethod) -> str:
     counts = {name: _added(row.accepted_lengths for row in rows) for name, rows in methods.items()}
     longest = max(map(len, counts.values()), default=0)
-    # A method without chains keeps its place but not its name, so that every method has its colour in every chart.
+    # A method without chains keeps its colour but has no name: so each method has one colour in all charts.
     bars = [BarSeries(name if sum(found) else "", _shares(found, longest)) for name, found in counts.items()]
     while bars and not bars[-1].name:
         bars.pop()

@@ -3,9 +3,9 @@
 Owns the search (`Tuner`), the job of `specbranch tune` (`run_tuning`) and the file it writes for `--config`. A search
 replays records on the last few prompts of each shipped suite; a bench reports the first few, so the two differ. The
 search first tries each setting on a part of the prompts. It replays a setting on all prompts only if it is close to the
-best so far. A method with one knob is searched value by value until longer drafts only get worse. Methods with several
-knobs are searched by optuna's TPE sampler with a fixed seed; it starts with the usual setting and random ones, the same
-for every clock. The objective is the sum of charged decode seconds.
+best so far. A method with one knob is searched value by value until longer drafts only get worse. Optuna's TPE sampler
+searches methods with several knobs, with a fixed seed. It starts with the usual setting and random ones, the same for
+every clock. The objective is the sum of charged decode seconds.
 
 Invariants: the same question gives the same answer. A finished search is stored under a hash of all its inputs; an
 interrupted one leaves its trials in `Tuner.tried`. Plain decoding always takes part, as the reference.

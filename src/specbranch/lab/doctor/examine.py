@@ -59,7 +59,7 @@ def examine(patient: Patient, tell: Tell = lambda finding: None, progress: Steps
     report = DoctorReport()
 
     def take(findings: Iterable[Finding]) -> bool:
-        """Take findings in as they are made; returns whether none is a problem."""
+        """Show findings as they are made. Return True if none is a problem."""
         start = len(report.findings)
         for finding in findings:
             report.findings.append(finding)

@@ -39,7 +39,7 @@ class InflationJob:
     model: str
     out: Path
     shape: ShapeChoice
-    target: str | None = None  # of a draft made by `distill`; nothing: the one it names
+    target: str | None = None  # of a draft made by `distill`; None: the one it names
     seed: int = 0
     device: str | None = None
     dtype: str | None = None
@@ -106,9 +106,9 @@ def inflate(job: InflationJob, fetch: Fetch) -> MadeInflation:
     # in plain floats, whatever its file has
     weights: Any = dtype if dtype in WEIGHTS else None
     choice = ModelChoice(source, "native", device, dtype, shares=target, weights=weights)
-    with tempfile.TemporaryDirectory() as place:
-        write_inflation(Path(place), plan.recipe)
-        found = compare(choice, replace(choice, name=place), replace(choice, name=target or source))
+    with tempfile.TemporaryDirectory() as folder:
+        write_inflation(Path(folder), plan.recipe)
+        found = compare(choice, replace(choice, name=folder), replace(choice, name=target or source))
     made = MadeInflation(replace(plan, recipe=replace(plan.recipe, checked=found.record())), dtype, found)
     if not found.agrees:
         name = plan.recipe.name

@@ -54,7 +54,7 @@ class Inflation:
 
 
 def is_inflation(name: str | Path) -> bool:
-    """Whether a name is a folder that `specbranch inflate` made."""
+    """Return True if a name is a folder that `specbranch inflate` made."""
     return (Path(name).expanduser() / MARKER).is_file()
 
 

@@ -1,9 +1,9 @@
 """A small model's weights inside those of a larger model: the same function at the larger one's cost.
 
 Owns the position and scale of every weight. The residual stream is padded with zeros, and nothing ever writes there.
-The output of added heads, neurons and layers is multiplied by zero. Invariant: every unused weight is random. The only
-zeros are those that keep the padding silent: after the embedding, in queries outside the small head's dimensions, and
-in the projections that write into the stream.
+The output of added heads, neurons and layers is multiplied by zero. Invariant: every unused weight is random, except
+for zeros that keep the padding silent. Those are after the embedding, in queries outside the small head's dimensions,
+and in the projections that write into the stream.
 
 These rules keep the function (h, d: hidden size and head dimension of the small model; H, D: of the large one):
 
@@ -137,7 +137,7 @@ class InflatedSource:
             )
         self._fill(tensor, part, into)
         if layer < self.small.layers:  # the others add nothing
-            self._place(part, layer, suffix, into)
+            self._place_live(part, layer, suffix, into)
 
     def _fill(self, tensor: str, part: str, into: Tensor) -> None:
         if part in WRITING:
@@ -152,20 +152,20 @@ class InflatedSource:
         """Return the bound of random weights that keeps the magnitude of their input."""
         return float((3 / self.large.hidden) ** 0.5)
 
-    def _place(self, part: str, layer: int, suffix: str, into: Tensor) -> None:
+    def _place_live(self, part: str, layer: int, suffix: str, into: Tensor) -> None:
         exact = torch.promote_types(into.dtype, torch.float32)  # scaled before it is rounded
         live = self._read(part, layer, suffix, into.device, exact) * self._scale(part)
-        places = self._places(part, into.device)
-        live = live.index_select(0, places.rows)
+        rows = self._large_rows(part, into.device)
+        live = live.index_select(0, rows.rows)
         if into.dim() == 1:
-            into[places.silent] = 0
-            into[places.at] = live.to(into.dtype)
+            into[rows.silent] = 0
+            into[rows.at] = live.to(into.dtype)
             return
         if part not in WRITING:
-            self._soften(into, live, places.at)
+            self._soften(into, live, rows.at)
         columns = self._columns(part, into.device)
-        into[places.silent[:, None], columns] = 0
-        into[places.at[:, None], columns] = live.to(into.dtype)
+        into[rows.silent[:, None], columns] = 0
+        into[rows.at[:, None], columns] = live.to(into.dtype)
 
     def _soften(self, into: Tensor, live: Tensor, at: Tensor) -> None:
         """Scale the random weights of a live row to its own magnitude, so that int8 steps are as fine as in the
@@ -192,7 +192,7 @@ class InflatedSource:
             return self._spots(self._query_heads, self._plain_dims).to(device)
         return torch.arange(part_shape(self.small, part)[1], device=device)
 
-    def _places(self, part: str, device: torch.device) -> LargeRows:
+    def _large_rows(self, part: str, device: torch.device) -> LargeRows:
         """Where the small model's outputs of a matrix, or its numbers of a vector, lie."""
         rows, at, silent = self._rows(part)
         return LargeRows(rows.to(device), at.to(device), silent.to(device))
@@ -202,7 +202,7 @@ class InflatedSource:
         if part in ("q", "k"):
             heads = self._query_heads if part == "q" else self._key_heads
             at, whole = self._spots(heads, self._turned_dims), self._spots(heads, torch.arange(self.large.head_dim))
-            # Keys may be anything where queries are zero, but their norm would heed it.
+            # Keys may be anything where queries are zero, but their norm would depend on it.
             return (
                 self._rows_of(heads),
                 at,

@@ -27,7 +27,7 @@ class Compared:
     method: str
     measured: float
     modelled: float
-    spread: float | None  # of the measured ones between repeats, as a share; nothing: measured once
+    spread: float | None  # of the measured ones between repeats, as a share; None: measured once
 
     @property
     def off(self) -> float:

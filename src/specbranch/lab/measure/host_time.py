@@ -47,7 +47,7 @@ def _rests(pair: LoadedPair, executor: Executor, method: str, tokens: int) -> It
             loop.step()
             took = time.perf_counter() - started
             spans = [event.end - event.start for event in trace.events[seen:] if event.who == by_itself]
-            if seen:  # the first round reads the prompt
+            if seen:  # the first round prefills
                 yield max(took - max([watch.seconds, *spans]), 0.0)
 
 

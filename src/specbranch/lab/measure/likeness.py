@@ -29,7 +29,7 @@ PROBE_TEXTS = (
 )
 TEXT_TOKENS = 128  # most tokens of a text
 COMPARED_STEPS = 16  # tokens at the end of a text that are compared
-PLACES = 1024  # of the cache: three short texts, one after the other
+LIKENESS_SLOTS = 1024  # KV slots: three short texts, one after the other
 EXACT_DTYPE: Literal["float32"] = "float32"
 # Of the largest logit. Half precision rounds other numbers in another shape, so what it does to the source itself
 # counts as well.
@@ -79,7 +79,7 @@ def _logits(choice: ModelChoice, texts: Sequence[Sequence[int]]) -> tuple[str, T
     """Return a model's precision, and its logits at the end of each text [tokens, columns], on the CPU."""
     import torch
 
-    runner = load_runner(replace(choice, context_length=TEXT_TOKENS, shorten=True, cache_tokens=PLACES))
+    runner = load_runner(replace(choice, context_length=TEXT_TOKENS, shorten=True, cache_tokens=LIKENESS_SLOTS))
     dtype = str(getattr(runner, "dtype", None)).removeprefix("torch.")
     return dtype, torch.cat([_read(runner, text) for text in texts])
 

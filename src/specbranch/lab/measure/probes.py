@@ -30,7 +30,7 @@ class Effort:
     repeats: int = 12  # at most
     least: int = 4  # repeats, however long they take
     seconds: float = 25.0  # after which the probes are repeated no more
-    seldom: int = 4  # a prompt is read only every so many turns
+    seldom: int = 4  # turns between two prefills
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     widths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     widths_far: tuple[int, ...] = (1, 4, 8)

@@ -1,7 +1,7 @@
 """The measurement of a pair's costs on this hardware: a `CostProfile` of the real models.
 
-Owns what is measured and how the figures become a profile: forwards and steps alone (`probes`), both models at once
-(`overlap`), and the rest of a round (`host_time`). Invariant: the profile contains the spread of the probes.
+Owns what is measured and how the figures become a profile. Forwards and steps alone are timed in `probes`, both models
+at once in `overlap`, the rest of a round in `host_time`. Invariant: the profile contains the spread of the probes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from specbranch.clock.profile import CostProfile, Points
-from specbranch.config import AT_ONCE
+from specbranch.config import OVERLAPPING
 from specbranch.core.loop import Executor
 from specbranch.errors import BadParameter
 from specbranch.lab.measure.host_time import METHODS_TIMED, measure_host
@@ -83,7 +83,7 @@ class _Steps:
 
     def __init__(self, progress: StepsDone, executor: str, effort: Effort) -> None:
         self._progress, self._done = progress, 0
-        overlap_rounds = effort.repeats + 1 if executor in AT_ONCE else 0
+        overlap_rounds = effort.repeats + 1 if executor in OVERLAPPING else 0
         self._total = WARM_UP_RUNS + effort.repeats + len(METHODS_TIMED) + overlap_rounds
 
     def __call__(self, what: str) -> None:
@@ -130,7 +130,7 @@ def _slowing(
     pair: LoadedPair, executor: Executor, text: Sequence[int], effort: Effort, steps: _Steps
 ) -> Slowing | None:
     """Measure the mutual slow-down if the executor runs both at once."""
-    if pair.executor not in AT_ONCE:
+    if pair.executor not in OVERLAPPING:
         return None
     with TrialRounds(executor, text) as rounds:
         return measure_slowing(rounds, effort.repeats, lambda: steps("two side by side"), OVERLAP_SHARES[pair.executor])

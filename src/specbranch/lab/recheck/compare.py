@@ -1,8 +1,8 @@
 """A saved answer compared with plain decoding: token by token, then everything else that can be recomputed.
 
-Owns the comparison. Invariant: an answer passes only if autoregressive decoding gives all its tokens, except for at
-most one near-tie, which another order of float32 sums can turn. After a near-tie, decoding continues from the saved
-token. The transformers runner on a GPU in bfloat16 may turn more.
+Owns the comparison. Invariant: an answer passes only if autoregressive decoding gives all its tokens. One near-tie is
+allowed, because another order of float32 sums can turn it. After a near-tie, decoding continues from the saved token.
+The transformers runner on a GPU in bfloat16 may turn more.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Recheck:
 
     @property
     def finding(self) -> Sameness:
-        """Whether the answer equals that of plain decoding."""
+        """True if the answer equals that of plain decoding."""
         if self.mismatches or len(self.departures) > 1 or not all(one.is_near for one in self.departures):
             return "different"
         return "near-tie" if self.departures else "identical"

@@ -25,7 +25,7 @@ def repeat(
 ) -> Output:
     """Answer a prompt with the noise of an earlier answer. The answer starts with the `forced` tokens, and has `most`
     tokens at most."""
-    return llm.made(llm.core.answer(list(prompt), params, llm.decoding, seed, sample, forced, most))
+    return llm.run(llm.core.make_answer(list(prompt), params, llm.decoding, seed, sample, forced, most))
 
 
 def margin(llm: LLM, tokens: Sequence[int], request: Request, first: int, second: int) -> float:

@@ -186,7 +186,7 @@ def _are_stats(value: object) -> bool:
     return isinstance(value, dict) and (value.get("tokens") is None or _is_count(value["tokens"]))
 
 
-Check = tuple[Callable[[object], bool], str]  # whether a value will do, and what was expected
+Check = tuple[Callable[[object], bool], str]  # accepts a value; and what was expected
 _NEEDED: dict[str, Check] = {
     "prompt_token_ids": (_are_ids, "a list of token ids"),
     "token_ids": (_are_ids, "a list of token ids"),

@@ -87,10 +87,10 @@ def _looked_up(record: Record) -> list[bool]:
     found, before = [False] * (len(text) - start), list(text[:start])
     ngrams = Ngrams(before, config.ngram_max, config.ngram_min)
     for at in range(start, len(text)):
-        for place, (token, said) in enumerate(zip(ngrams.propose(LOOKED), text[at:], strict=False), start=at):
+        for position, (token, said) in enumerate(zip(ngrams.propose(LOOKED), text[at:], strict=False), start=at):
             if token != said:
                 break
-            found[place - start] = True
+            found[position - start] = True
         before.append(text[at])
     return found
 

@@ -62,7 +62,7 @@ class PricedRounds:
 
 def _charge(one: PricedRound, profile: CostProfile) -> Charge:
     charge, (target, steps, _) = Charge(profile), one
-    charge.hears = True  # only those who plan grow trees
+    charge.hears = True  # only planned methods extend trees
     charge.verified(int(target[0]), target[1])
     for rows, context in steps:
         charge.stepped(int(rows), context)
@@ -150,8 +150,8 @@ class NotingDecoder(RecordDecoder):
         stats = self.decode(config, meter)
         numbers = (
             number
-            for begun, target, steps in meter.rounds
-            for number in (len(steps), *begun, *target, *(x for step in steps for x in step))
+            for launched, target, steps in meter.rounds
+            for number in (len(steps), *launched, *target, *(x for step in steps for x in step))
         )
         return PricedRounds(stats, array("f", numbers))
 
@@ -161,7 +161,7 @@ class NotingDecoder(RecordDecoder):
 
 
 class _Meter(CostProfile):
-    """A profile that records what it is asked to price."""
+    """A profile that records the rounds it prices."""
 
     __slots__ = ("rounds",)
     rounds: list[tuple[list[Beginning], list[float], list[Forward]]]

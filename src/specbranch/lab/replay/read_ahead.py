@@ -13,8 +13,8 @@ from specbranch.core.runner import Ask, Feed, Runner
 from specbranch.core.slots import ROOT
 from specbranch.lab.replay.record import Record
 
-STRAYING_WINDOW = 12  # strayings from so many tokens of the record are read together
-STRAYING_TOKENS = 16  # tokens read of a straying: methods seldom ask for more
+STRAYING_WINDOW = 12  # tokens of the record whose strayings are computed together
+STRAYING_TOKENS = 16  # tokens computed of a straying: methods seldom need more
 
 
 def read_ahead(record: Record, runner: Runner, depth: int = STRAYING_TOKENS) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specbranch.engine import LLM
 
 RECORD_FORMAT = 1
-RECORDED_TOP = 8  # so many of the most likely tokens are kept at each place
+RECORDED_TOP = 8  # the most likely tokens that are kept at each position
 
 STORED = "-stored"  # behind the identity of a target whose weights are as its file has them
 

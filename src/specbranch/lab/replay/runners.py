@@ -26,7 +26,7 @@ from specbranch.errors import BadParameter
 from specbranch.lab.replay.record import Record
 
 NO_RECORD = -1  # no token: what a target says where its record says nothing
-CANDIDATES_KEPT = 12  # so many candidates are remembered at a place
+CANDIDATES_KEPT = 12  # the most likely candidates that are kept for each position
 AT_HAND = 300_000  # proposals kept in memory: about 200 MB
 TABLE, READ = "proposals_2", "read_2"
 
@@ -100,11 +100,11 @@ class PlainSlots(Generic[Mark]):
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         """Keep some nodes of the tail."""
-        marks, line = self._marks[seq], [ROOT, *nodes]
+        marks, path = self._marks[seq], [ROOT, *nodes]
         self._slots[seq].keep(nodes, commit)
-        self._ends[seq] = marks[line[commit]] if commit else self._ends[seq]
+        self._ends[seq] = marks[path[commit]] if commit else self._ends[seq]
         self._marks[seq] = {
-            at - commit - 1: marks[node] for at, node in enumerate(line) if at >= commit and node in marks
+            at - commit - 1: marks[node] for at, node in enumerate(path) if at >= commit and node in marks
         }
 
     def rewind(self, seq: int, length: int) -> None:
@@ -247,10 +247,10 @@ class ProposalStore:
     def find(self, key: bytes) -> KnownProposal | None:
         """Return the proposal stored under a key."""
         if key not in self._held:
-            line = self._file.execute(f"select entry from {TABLE} where key = ?", (key,)).fetchone()
-            if line is None:
+            row = self._file.execute(f"select entry from {TABLE} where key = ?", (key,)).fetchone()
+            if row is None:
                 return None
-            self._held[key] = KnownProposal.unpacked(line[0])
+            self._held[key] = KnownProposal.unpacked(row[0])
         return self._held[key]
 
     def recall(
@@ -268,10 +268,10 @@ class ProposalStore:
         """Store proposals."""
         self._held |= entries
         self.misses += len(entries)
-        lines = [(key, entry.packed()) for key, entry in entries.items()]
+        rows = [(key, entry.packed()) for key, entry in entries.items()]
         try:
             self._file.execute("begin")
-            self._file.executemany(f"insert or replace into {TABLE} values (?, ?)", lines)
+            self._file.executemany(f"insert or replace into {TABLE} values (?, ?)", rows)
             self._file.execute("commit")
         except sqlite3.Error as error:
             with suppress(sqlite3.Error):

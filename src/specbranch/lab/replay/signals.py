@@ -48,7 +48,7 @@ class RecordedSignals:
         with suppress(OSError, ValueError, EOFError):
             chances = np.load(self._folder / f"{key}.npy")
             if chances.ndim == 3 and len(chances) == count:
-                return [Signal(tuple(tuple(map(float, classes)) for classes in place)) for place in chances]  # type: ignore[misc]
+                return [Signal(tuple(tuple(map(float, classes)) for classes in position)) for position in chances]  # type: ignore[misc]
         return None
 
     def _read(self, record: Record, key: str) -> list[Signal | None]:

@@ -1,6 +1,6 @@
 """The map of strategies: how much each way of speculating gains over plain decoding, for given costs and a given draft.
 
-Owns a model of a round in which everything but time is random: the target's token is the draft's first choice, its
+Owns a model of a round in which everything but time is random. The target's token is the draft's first choice, its
 second … with fixed probabilities, independently at each position. Then all strategies are one machine. A *pending tree*
 is verified while the draft prepares for some *outcomes* (a node, and the target's token after it). A prepared outcome
 leads straight to the next verification; any other leads to a serial draft stage. The pending tree is the state of a
@@ -66,7 +66,7 @@ class MapOutcome(NamedTuple):
 
     chance: float
     node: int
-    read: bool  # whether the draft has fed that node, and so knows its choices after it
+    read: bool  # the draft has computed that node, and so knows its choices after it
 
 
 MapTree = tuple[MapNode, ...]
@@ -137,7 +137,7 @@ def likeliest_outcomes(rates: Rates, shape: TreeShape, everywhere: bool) -> tupl
     """Return the possible ends of a verification, likeliest first; unless `everywhere`, only after a wholly accepted
     chain."""
     tree = likeliest_tree(rates, shape)
-    children = Counter(node.parent for node in tree)  # they are the draft's first so many choices after a node
+    children = Counter(node.parent for node in tree)  # n children are the draft's first n choices
     found = [
         MapOutcome((tree[node].chance if node >= 0 else 1.0) * rate, node, children[node] > 0)
         for node in range(-1, len(tree))
@@ -220,8 +220,8 @@ def _widths(tree: MapTree) -> list[int]:
 def _long_run(onward: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
     """Return the share of rounds in each of three states, from the balance of transitions."""
     (_, a1, a2), (_, b1, b2), (_, c1, c2) = onward
-    # x and y are the rounds of the second and third state for one of the first:
-    # x = a1 + b1·x + c1·y and y = a2 + b2·x + c2·y.
+    # For one round of the first state there are x of the second and y of the third.
+    # Balance: x = a1 + b1·x + c1·y and y = a2 + b2·x + c2·y.
     determinant = (1 - b1) * (1 - c2) - c1 * b2
     x = (a1 * (1 - c2) + c1 * a2) / determinant
     y = (a2 * (1 - b1) + b2 * a1) / determinant

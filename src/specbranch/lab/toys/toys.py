@@ -94,7 +94,7 @@ class ToyRunner(RowRunner[Logits]):
         self.context_length = context_length
         self._tail = tail
         self._slots: dict[int, Slots] = {}
-        self._states: dict[int, MutableSequence[State]] = {}  # by place
+        self._states: dict[int, MutableSequence[State]] = {}  # by KV slot
 
     def _open(self, seq: int) -> None:
         """Start an empty sequence."""
@@ -108,9 +108,9 @@ class ToyRunner(RowRunner[Logits]):
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
         """Process committed tokens."""
         states = self._states[seq]
-        for place, token in zip(self._slots[seq].extend(tokens), tokens, strict=True):
-            before = states[place - 1] if place else START
-            del states[place:]
+        for slot, token in zip(self._slots[seq].extend(tokens), tokens, strict=True):
+            before = states[slot - 1] if slot else START
+            del states[slot:]
             states.append(self.law.step(before, token))
 
     def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
@@ -120,8 +120,8 @@ class ToyRunner(RowRunner[Logits]):
     def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         """Keep some nodes of the tail."""
         slots, states = self._slots[seq], self._states[seq]
-        for source, place in slots.keep(nodes, commit):
-            states[place] = states[source]
+        for source, slot in slots.keep(nodes, commit):
+            states[slot] = states[source]
         del states[len(slots) :]
 
     def _rewind(self, seq: int, length: int) -> None:
@@ -137,7 +137,7 @@ class ToyRunner(RowRunner[Logits]):
         slots, states = self._slots[item.seq], self._states[item.seq]
         rows: list[Logits] = []
         for node, token, parent in zip(slots.grow(item.tokens, item.parents), item.tokens, item.parents, strict=True):
-            above = slots.slot_of(parent)  # ROOT is the place before the tail
+            above = slots.slot_of(parent)  # ROOT is the slot before the tail
             states.append(self.law.step(states[above] if above >= 0 else START, token))
             assert len(states) == slots.slot_of(node) + 1
             rows.append(self.law.logits(states[-1]))

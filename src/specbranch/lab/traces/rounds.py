@@ -27,7 +27,7 @@ class TracedRound:
     target: Event | None
     fates: tuple[Fates, ...] = ()  # one for each branch drafted in this round; of a tree, one for all that came to it
     emitted: int = 0  # tokens
-    is_tree: bool = False  # whether the draft grows a tree, rather than branches
+    is_tree: bool = False  # the draft extends a tree, rather than branches
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -167,7 +167,7 @@ def _emitted(targets: Sequence[Event | None], total: int | None) -> list[int]:
 
 
 class _Verification(NamedTuple):
-    """A verification: how many tokens were sent and emitted, and whether the request ended among them."""
+    """A verification: how many tokens were sent and emitted, and if the request ended among them."""
 
     pending: int
     good: int
@@ -218,26 +218,26 @@ def _followed(length: int, following: _Verification | None) -> Fates:
 def _tree_fates(pairs: Sequence[RoundEvents], counts: Sequence[int], origins: Sequence[str]) -> list[tuple[Fates, ...]]:
     """Collect the fates of each round's tokens from the verdicts."""
     fates = [Fates() for _ in pairs]
-    place = 0
+    position = 0
     targets = [
         (number, target, count) for number, ((_, target), count) in enumerate(zip(pairs, counts, strict=True)) if target
     ]
     for number, target, count in targets:
-        place += count
-        foreseen = 0 < place <= len(origins) and origins[place - 1] == "branch"
-        for at, fate in _told(target, number, count, foreseen, is_last=number == targets[-1][0]):
+        position += count
+        foreseen = 0 < position <= len(origins) and origins[position - 1] == "branch"
+        for at, fate in _judged(target, number, count, foreseen, is_last=number == targets[-1][0]):
             fates[at].add(fate)
     return [(fate,) if fate.total else () for fate in fates]
 
 
-def _told(target: Event, number: int, emitted: int, foreseen: bool, is_last: bool) -> Iterator[tuple[int, Fates]]:
+def _judged(target: Event, number: int, emitted: int, foreseen: bool, is_last: bool) -> Iterator[tuple[int, Fates]]:
     """Return the fates in a verdict, each with its round. If the request ended among its tokens, the rest was not
     verified."""
     if target.settled is None or target.accepted is None:
         return
     ended = emitted <= target.accepted
     taken = target.used[: target.accepted]
-    yield from ((at, Fates(accepted=1) if place < emitted else Fates(unused=1)) for place, at in enumerate(taken))
+    yield from ((at, Fates(accepted=1) if position < emitted else Fates(unused=1)) for position, at in enumerate(taken))
     if not ended and (foreseen or len(target.used) > target.accepted):
         yield (*target.used, number)[target.accepted], Fates(accepted=1)
     for one in target.settled:

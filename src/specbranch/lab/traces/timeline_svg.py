@@ -36,7 +36,7 @@ class DrawnLane:
         """Return the position of a moment."""
         return self.x + (moment - self.begin) * self.scale
 
-    def place(self, event: Event) -> tuple[float, float]:
+    def extent(self, event: Event) -> tuple[float, float]:
         """Return the position and width of a model's work."""
         return self.at(event.start), max(event.seconds * self.scale - 1.0, 0.5)
 
@@ -81,7 +81,7 @@ def draw_round(one: TracedRound, lane: DrawnLane) -> str:
     tokens."""
     parts = []
     if one.target:
-        x, wide = lane.place(one.target)
+        x, wide = lane.extent(one.target)
         parts.append(rect(x, lane.y, wide, TARGET_HEIGHT, SPAN_LOOKS["target"].hue, tip=_target_tip(one, one.target)))
         if wide >= LEGIBLE:
             parts.append(text(x + wide / 2, lane.y + 15, f"+{one.emitted}", anchor="middle", kind="light"))
@@ -91,7 +91,7 @@ def draw_round(one: TracedRound, lane: DrawnLane) -> str:
 
 
 def _branches(one: TracedRound, draft: Event, lane: DrawnLane) -> list[str]:
-    x, wide = lane.place(draft)
+    x, wide = lane.extent(draft)
     top, high = lane.y + TARGET_HEIGHT + BAR_GAP, DRAFT_HEIGHT / max(len(one.fates), 1)
     longest = max((fate.total for fate in one.fates), default=0)
     if not longest:  # it read, and drafted nothing

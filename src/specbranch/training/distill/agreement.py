@@ -48,7 +48,7 @@ class Agreement:
 def compare(runner: Runner, texts: Iterable[AnsweredPrompt]) -> Agreement:
     """Run a draft over the texts, and compare its choices with the next tokens."""
     ranks = [list(_ranks(runner, text)) for text in texts if text.answer]
-    every = [rank for line in ranks for rank in line]
+    every = [rank for text in ranks for rank in text]
     if not every:
         return Agreement(0, 0.0, 0.0, (0.0,) * LONGEST)
     lengths = tuple(_accepted(ranks, length) for length in range(1, LONGEST + 1))
@@ -112,9 +112,9 @@ def _share(ranks: Sequence[int], most: int) -> float:
     return sum(0 < rank <= most for rank in ranks) / len(ranks)
 
 
-def _accepted(lines: Sequence[Sequence[int]], length: int) -> float:
+def _accepted(texts: Sequence[Sequence[int]], length: int) -> float:
     """Return the mean run of first choices, at most `length`, over the positions with LONGEST tokens before them."""
-    runs = [_run(line[at : at + length]) for line in lines for at in range(max(len(line) - LONGEST + 1, 1))]
+    runs = [_run(text[at : at + length]) for text in texts for at in range(max(len(text) - LONGEST + 1, 1))]
     return statistics.fmean(runs)
 
 

@@ -49,16 +49,16 @@ def save_draft(
     provenance: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a draft of the target `arch`, replacing one that is there; another target's is refused."""
-    place = Path(folder)
-    refuse_other_draft(place, info.target_fingerprint)
+    path = Path(folder)
+    refuse_other_draft(path, info.target_fingerprint)
     config = {**config_of(arch), "num_hidden_layers": len(weights.layers), KEY: asdict(info)}
-    told, made = dict(figures or {}), dict(provenance or {})
-    texts = {"README.md": _card(info, licence, told, made), "provenance.json": _json({**made, "figures": told})}
-    with spoken(place, RESUME):
-        (place / "config.json").unlink(missing_ok=True)
-    write_durably(place / "model.safetensors", as_safetensors(_stored(arch, weights, info.storage), {"format": "pt"}))
+    measured, made = dict(figures or {}), dict(provenance or {})
+    texts = {"README.md": _card(info, licence, measured, made), "provenance.json": _json({**made, "figures": measured})}
+    with spoken(path, RESUME):
+        (path / "config.json").unlink(missing_ok=True)
+    write_durably(path / "model.safetensors", as_safetensors(_stored(arch, weights, info.storage), {"format": "pt"}))
     for name, text in {**texts, "config.json": _json(config)}.items():
-        write_durably(place / name, text.encode())
+        write_durably(path / name, text.encode())
 
 
 def refuse_other_draft(folder: Path, fingerprint: str) -> None:

@@ -41,10 +41,10 @@ class Batch:
 
     def parts(self, rows: int) -> Iterator[Batch]:
         """Split into batches of at most this many rows."""
-        pieces = (
+        parts = (
             torch.split(getattr(self, name), rows) for name in ("tokens", "positions", "segments", "weight", "source")
         )
-        return (Batch(*piece) for piece in zip(*pieces, strict=True))
+        return (Batch(*part) for part in zip(*parts, strict=True))
 
     def with_edges(self) -> Batch:
         """Add the edges of segments; padding is a segment too."""
@@ -102,13 +102,13 @@ class Material:
 
     def frequencies(self, vocabulary: int) -> Tensor:
         """Count each token id in the answers [vocabulary]."""
-        within, owner = _places(self.lengths)
+        within, owner = _positions(self.lengths)
         return torch.bincount(self.tokens[within >= self.answers[owner]].long(), minlength=vocabulary)
 
     def select(self, chosen: Tensor) -> Material:
         """Return some of the conversations, in the given order."""
         lengths = self.lengths[chosen]
-        within, owner = _places(lengths)
+        within, owner = _positions(lengths)
         tokens = self.tokens[self.starts[chosen][owner] + within]
         return Material(tokens, _starts(lengths), self.answers[chosen], self.about)
 
@@ -178,7 +178,7 @@ class Material:
         """Concatenate several, in order."""
         lengths = torch.cat([part.lengths for part in parts])
         tokens, answers = (
-            torch.cat(pieces) for pieces in ([part.tokens for part in parts], [part.answers for part in parts])
+            torch.cat(ours) for ours in ([part.tokens for part in parts], [part.answers for part in parts])
         )
         return cls(
             tokens,
@@ -202,20 +202,20 @@ class Material:
         self, rows: Sequence[Tensor], length: int, size: int, question_weight: float, answer_weight: float
     ) -> Batch:
         chosen = torch.cat(list(rows))
-        within, owner = _places(self.lengths[chosen].clamp(max=length))
+        within, owner = _positions(self.lengths[chosen].clamp(max=length))
         last = torch.ones_like(within, dtype=torch.bool)
         last[:-1] = owner.diff() > 0
-        # The prediction at the place before an answer's first token is that token's.
+        # The prediction at the position before an answer's first token is that token's.
         answering = within + 1 >= self.answers[chosen][owner]
         weight = torch.where(answering, answer_weight, question_weight).masked_fill(last, 0.0).to(torch.float32)
-        place = (
-            _first_places(self.lengths[chosen].clamp(max=length), [len(row) for row in rows], length)[owner] + within
+        position = (
+            _first_positions(self.lengths[chosen].clamp(max=length), [len(row) for row in rows], length)[owner] + within
         )
         segment = torch.cat([torch.arange(len(row)) for row in rows])[owner]
         source = self.starts[chosen][owner] + within
         tokens = self.tokens[source].long()
         filled = (
-            _scatter(place, values, size * length) for values in (tokens, within, segment - PADDING, weight, source)
+            _scatter(position, values, size * length) for values in (tokens, within, segment - PADDING, weight, source)
         )
         tokens, positions, segments, weight, source = (whole.view(size, length) for whole in filled)
         return Batch(tokens, positions, segments + PADDING, weight, source)
@@ -254,13 +254,13 @@ def _starts(lengths: Tensor) -> Tensor:
     return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
 
 
-def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _positions(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return each token's position in its conversation, and the number of that conversation."""
     owner = torch.repeat_interleave(lengths)
     return torch.arange(owner.numel()) - _starts(lengths)[owner], owner
 
 
-def _first_places(lengths: Tensor, counts: Sequence[int], length: int) -> Tensor:
+def _first_positions(lengths: Tensor, counts: Sequence[int], length: int) -> Tensor:
     """Return the start of each conversation in the flattened batch, `counts` of them per row."""
     before = _starts(lengths)[:-1]
     heads = _starts(torch.tensor(counts))[:-1]  # each row's first conversation
@@ -268,8 +268,8 @@ def _first_places(lengths: Tensor, counts: Sequence[int], length: int) -> Tensor
     return before - before[heads][row] + row * length
 
 
-def _scatter(place: Tensor, values: Tensor, size: int) -> Tensor:
-    return torch.zeros(size, dtype=values.dtype).index_copy_(0, place, values)
+def _scatter(position: Tensor, values: Tensor, size: int) -> Tensor:
+    return torch.zeros(size, dtype=values.dtype).index_copy_(0, position, values)
 
 
 def _generator(seed: int, purpose: str) -> torch.Generator:

@@ -123,7 +123,7 @@ class Stack(nn.Module):
         return rms_norm(x, (self.arch.hidden,), weight.to(x.dtype), self.arch.rms_eps)
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        length = positions.shape[1]  # a position is never greater than its place in the row
+        length = positions.shape[1]  # a position is never greater than its index in the row
         if self._tables is None or self._tables[0].shape[0] < length:
             self._tables = rope.tables(
                 self.arch.rope, self.arch.head_dim, length, self.embedding.device, self.embedding.dtype
@@ -157,8 +157,8 @@ class CountedRows:
 
     def chunks(self, size: int = SCORED_ROWS) -> list[CountedRows]:
         """Split into chunks whose scores fit into memory."""
-        pieces = (torch.split(one, size) for one in (self.teacher, self.student, self.weight))
-        return [CountedRows(*piece) for piece in zip(*pieces, strict=True)]
+        parts = (torch.split(one, size) for one in (self.teacher, self.student, self.weight))
+        return [CountedRows(*part) for part in zip(*parts, strict=True)]
 
 
 def counted(teacher: Tensor, student: Tensor, weight: Tensor) -> CountedRows:
@@ -168,8 +168,8 @@ def counted(teacher: Tensor, student: Tensor, weight: Tensor) -> CountedRows:
     The weight stays on the CPU, because finding the positions on the device would wait for all earlier work.
     """
     flat = weight.flatten()
-    places = flat.nonzero().squeeze(-1)
-    on_device, kept = sent(places, student.device), sent(flat[places], student.device)
+    positions = flat.nonzero().squeeze(-1)
+    on_device, kept = sent(positions, student.device), sent(flat[positions], student.device)
     return CountedRows(teacher.flatten(0, 1)[on_device], student.flatten(0, 1)[on_device], kept)
 
 
@@ -195,11 +195,11 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, head: Tensor, chunk: int) -> Tensor:
         gradient = torch.empty_like(student)
         total = torch.zeros((), device=student.device, dtype=_wide(student.dtype))
-        for piece, out in zip(
+        for chunk_rows, out in zip(
             CountedRows(teacher, student, weight).chunks(chunk), torch.split(gradient, chunk), strict=True
         ):
-            p, q = _log_odds(piece.teacher, head), _log_odds(piece.student, head)
-            likely, scale = p.exp(), piece.weight.to(p.dtype).unsqueeze(-1)
+            p, q = _log_odds(chunk_rows.teacher, head), _log_odds(chunk_rows.student, head)
+            likely, scale = p.exp(), chunk_rows.weight.to(p.dtype).unsqueeze(-1)
             total += (likely * p.sub_(q) * scale).sum()
             torch.matmul(q.exp_().sub_(likely).mul_(scale).to(head.dtype), head, out=out)
         ctx.save_for_backward(gradient)
@@ -236,7 +236,7 @@ NO_SCORES = Scores(0.0, 0.0, 0.0, 0.0, 0.0)
 @torch.no_grad()
 def compare(rows: CountedRows, student: Stack, head: Tensor, chunk: int = SCORED_ROWS) -> Scores:
     """Compare with the target's whole `head`, weighting each row."""
-    return sum((_compare(piece, student, head) for piece in rows.chunks(chunk)), NO_SCORES)
+    return sum((_compare(chunk_rows, student, head) for chunk_rows in rows.chunks(chunk)), NO_SCORES)
 
 
 def _compare(rows: CountedRows, student: Stack, head: Tensor) -> Scores:

@@ -29,7 +29,7 @@ class RunFolder:
     out: Path
     target: str
     fingerprint: str
-    writing: WriterSettings | None  # nothing: the material is given, and nothing is written
+    writing: WriterSettings | None  # None: the material is given, and nothing is written
 
     @property
     def path(self) -> Path:
@@ -53,7 +53,7 @@ class RunFolder:
 
     def note(self) -> None:
         """Write run.json; the settings of earlier writing stay if nothing is written now."""
-        writing = (self._noted() or {}).get("writing") if self.writing is None else _told(self.writing)
+        writing = (self._noted() or {}).get("writing") if self.writing is None else _saved_settings(self.writing)
         values = {"target": self.target, "target_fingerprint": self.fingerprint, "writing": writing}
         write_durably(self._note, json.dumps(values, indent=2).encode())
 
@@ -94,7 +94,7 @@ class RunFolder:
         theirs = held.get("writing")
         if theirs is None or self.writing is None:
             return
-        ours = _told(self.writing)
+        ours = _saved_settings(self.writing)
         if other := [name for name, value in ours.items() if theirs.get(name) != value]:
             changed = ", ".join(f"{name} was {theirs.get(name)}, now {ours[name]}" for name in other)
             raise BadParameter(
@@ -102,5 +102,5 @@ class RunFolder:
             )
 
 
-def _told(writing: WriterSettings) -> dict[str, Any]:
+def _saved_settings(writing: WriterSettings) -> dict[str, Any]:
     return {**asdict(writing), "prompts": sha256(json.dumps(writing.prompts).encode()).hexdigest()}

@@ -49,7 +49,7 @@ class Texts:
         at, rows = positions.int(), self._rows
         begin = rows * (self._pages * PAGE)
         shared = (at // GROUP_POSITIONS - 1).clamp_(min=0) * GROUP_POSITIONS
-        # Asking for the longest line would make a GPU wait; a CPU gains by it.
+        # Asking for the longest row would make a GPU wait; a CPU gains by it.
         longest = int((at - shared).max()) + 1 if rows.device.type == "cpu" else LONGEST_OWN
         own = begin[:, None] + shared[:, None] + torch.arange(longest, dtype=torch.int32, device=rows.device)
         own.clamp_(max=self.memory.data.shape[0] * PAGE - 1)  # what lies beyond a row's count is not read

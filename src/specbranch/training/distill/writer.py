@@ -49,9 +49,9 @@ def load_target(arch: Architecture, file: TensorSource, device: str) -> WritingT
     """Load a target for writing."""
     if arch.head_rows_charged is not None:
         raise BadParameter(f"{arch.name} is inflated: its source says the same for less. Name the source here.")
-    place = torch.device(device)
-    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
-    return WritingTarget(arch, read_weights(arch, file, place, dtype))
+    where = torch.device(device)
+    dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
+    return WritingTarget(arch, read_weights(arch, file, where, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class _History:
 
     def material(self, unfinished: Tensor, about: dict[str, object]) -> Material:
         """Return the conversations row by row; an unfinished one counts if its answer has started."""
-        tokens, ended = (torch.cat(pieces).T.contiguous() for pieces in (self._tokens, self._ended))
+        tokens, ended = (torch.cat(parts).T.contiguous() for parts in (self._tokens, self._ended))
         ended[:, -1] = torch.where(ended[:, -1] > 0, ended[:, -1], unfinished)
         last = ended.view(-1).nonzero().view(-1)
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), last + 1))
@@ -214,14 +214,14 @@ class Desk:
 
     def _go_on(self, state: _State, chosen: Tensor) -> None:
         """Set each row's next token: from its opening, from the turn to its answer, or the chosen one."""
-        place, script, asked = state.position + 1, self._script, self._asked(state)
+        position, script, asked = state.position + 1, self._script, self._asked(state)
         closes = (asked < UNKNOWN_START) & ((asked >= script.most[state.opening]) | script.closes_question[chosen])
-        state.answer.copy_(torch.where(closes, place + script.bridge.numel(), state.answer))
-        crossing = (place < state.answer) & (state.answer < UNKNOWN_START)
-        token = torch.where(crossing, script.bridge_token(state.answer, place), chosen)
-        opening = place < script.lengths[state.opening]
-        state.token.copy_(torch.where(opening, script.opening_token(state.opening, place), token))
-        state.position.copy_(place)
+        state.answer.copy_(torch.where(closes, position + script.bridge.numel(), state.answer))
+        crossing = (position < state.answer) & (state.answer < UNKNOWN_START)
+        token = torch.where(crossing, script.bridge_token(state.answer, position), chosen)
+        opening = position < script.lengths[state.opening]
+        state.token.copy_(torch.where(opening, script.opening_token(state.opening, position), token))
+        state.position.copy_(position)
 
     def _begin_anew(self, state: _State, ended: Tensor) -> None:
         """Give every finished row the next opening."""
@@ -254,11 +254,11 @@ class _State:
     """The state of each row; the tensors are changed in place, because a captured step uses exactly these."""
 
     token: Tensor  # [rows] int64, the one to feed
-    position: Tensor  # [rows] its place
+    position: Tensor  # [rows] the index of its token
     opening: Tensor  # [rows] which of the script's
     answer: Tensor  # [rows] where the answer begins, UNKNOWN_START before the question has ended
     used: Tensor  # [1] openings given out so far
-    step: Tensor  # [1] line of the log
+    step: Tensor  # [1] row of the log
 
 
 class _DeviceScript:
@@ -281,14 +281,14 @@ class _DeviceScript:
         ends = torch.tensor(script.answer_ends, dtype=torch.int64, device=device)
         self.ends_answer = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, ends, True)
 
-    def opening_token(self, opening: Tensor, place: Tensor) -> Tensor:
+    def opening_token(self, opening: Tensor, position: Tensor) -> Tensor:
         """Return an opening's token at a position; undefined after its end."""
-        return self.openings[opening, place.clamp(max=self.openings.shape[1] - 1)]
+        return self.openings[opening, position.clamp(max=self.openings.shape[1] - 1)]
 
-    def bridge_token(self, answer: Tensor, place: Tensor) -> Tensor:
+    def bridge_token(self, answer: Tensor, position: Tensor) -> Tensor:
         """Return the token at a position of the turn to the answer; undefined elsewhere."""
         last = self.bridge.numel() - 1
-        return self.bridge[(place - answer + last + 1).clamp(0, last)]
+        return self.bridge[(position - answer + last + 1).clamp(0, last)]
 
 
 def _fitting_desk(target: WritingTarget, script: Script, settings: WriterSettings) -> Desk:

@@ -9,8 +9,8 @@ from specbranch.errors import BadParameter
 
 LEAST_QUESTION = 3  # tokens, before an end is let through
 LONGEST_QUESTION = 192
-# Writing is saved in parts of at most this size, so that a kill costs at most one; more parts than SLICES would take
-# the seeds of the next run's.
+# Writing is saved in parts of at most this size, so a kill costs at most one. There are at most SLICES of them: more
+# would use the seeds of the next run.
 SLICE_SECONDS, SLICE_TOKENS, SLICES = 120.0, 20_000_000, 1000
 
 

@@ -2,8 +2,8 @@
 length.
 
 Owns the baselines and their comparison. Each gives the probability that the draft's next token is accepted, position by
-position. The measure is the log-loss in nats per round. They differ in their inputs: the last round's length and H-RAD
-predict before anything is drafted; confidence and entropy use the draft's own scores; the hybrid uses both. Frequencies
+position. The measure is the log-loss in nats per round. They differ in their inputs. The last round's length and H-RAD
+predict before anything is drafted. Confidence and entropy use the draft's own scores; the hybrid uses both. Frequencies
 are counted on training rounds and evaluated on others.
 """
 
@@ -39,8 +39,8 @@ class RivalLoss:
 def laws(network: Network, learned: LabelledRounds, unseen: LabelledRounds) -> dict[str, LengthLaw]:
     """Return every baseline, fitted to some rounds; the hybrid is fitted to others, which the network did not see."""
     h_rad = predicted(network)
-    confidence = _by_class(lambda rounds: _class_of(rounds.confidence), len(EDGES) + 1, learned, by_place=False)
-    entropy = _by_class(lambda rounds: _class_of(rounds.entropy), len(EDGES) + 1, learned, by_place=False)
+    confidence = _by_class(lambda rounds: _class_of(rounds.confidence), len(EDGES) + 1, learned, by_position=False)
+    entropy = _by_class(lambda rounds: _class_of(rounds.entropy), len(EDGES) + 1, learned, by_position=False)
     return {
         "no knowledge": _by_class(
             lambda rounds: torch.zeros_like(rounds.taken)[:, None].expand(-1, rounds.longest), 1, learned
@@ -104,17 +104,17 @@ def _last_class(rounds: LabelledRounds) -> Tensor:
 
 
 def _by_class(
-    classes: Callable[[LabelledRounds], Tensor], many: int, learned: LabelledRounds, by_place: bool = True
+    classes: Callable[[LabelledRounds], Tensor], many: int, learned: LabelledRounds, by_position: bool = True
 ) -> LengthLaw:
     """Return frequencies by class, and by position where the class is the same throughout."""
 
     def index(rounds: LabelledRounds) -> Tensor:
-        place = (
+        position = (
             torch.arange(rounds.longest, device=rounds.taken.device)
-            if by_place
+            if by_position
             else torch.zeros(rounds.longest, dtype=torch.int64)
         )
-        return classes(rounds) * rounds.longest + place.to(rounds.taken.device)
+        return classes(rounds) * rounds.longest + position.to(rounds.taken.device)
 
     seen, true = outcomes(learned)
     at = index(learned)[seen]

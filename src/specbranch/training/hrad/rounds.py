@@ -93,7 +93,7 @@ class LabelledRounds:
 
 def outcomes(rounds: LabelledRounds) -> tuple[Tensor, Tensor]:
     """Return which positions of a draft are verified, and where the token is accepted, each [rounds, longest]."""
-    place = torch.arange(rounds.longest, device=rounds.taken.device)
-    true = place < rounds.taken[:, None]
-    seen = (place <= rounds.taken[:, None]) & (place < rounds.left[:, None])
+    position = torch.arange(rounds.longest, device=rounds.taken.device)
+    true = position < rounds.taken[:, None]
+    seen = (position <= rounds.taken[:, None]) & (position < rounds.left[:, None])
     return seen, true

@@ -35,8 +35,11 @@ from specbranch.training.making.writing import Fetch, WritingJob
 log = logging.getLogger("specbranch")
 
 DRAFT_SECONDS, DRAFT_ROWS = 120.0, 1024  # defaults of the writing
-SEEDS = 2**53  # so many of them leave room for the slices'
-HELD_OUT, HELD_OUT_LEAST = 0.02, 32  # share of the conversations that is not trained on; at least so many, up to …
+SEEDS = 2**53  # beyond it, the seeds of the slices would have no room
+HELD_OUT, HELD_OUT_LEAST = (
+    0.02,
+    32,
+)  # share of the conversations that is held out of training; at least this number, up to …
 HELD_OUT_MOST = 0.25  # … this share
 
 
@@ -45,7 +48,7 @@ class DraftJob(WritingJob):
     """The request; None stands for the device's default."""
 
     layers: int
-    start: tuple[int, ...] | None = None  # of the target's layers; nothing: at equal distances
+    start: tuple[int, ...] | None = None  # of the target's layers; None: at equal distances
     head_tokens: int | None = None
     storage: Storage = "bfloat16"
     only_write: bool = False
@@ -68,7 +71,7 @@ class DraftJob(WritingJob):
 
     def training(self, arch: Architecture) -> TrainSettings:
         """Return how the draft is trained."""
-        usual_rows = 8 if self.place == "cpu" else 64
+        usual_rows = 8 if self.device_name == "cpu" else 64
         if self.head_tokens is not None and not 1 <= self.head_tokens < arch.vocabulary:
             raise BadParameter(
                 f"--head-tokens is {self.head_tokens}; expected 1 to {arch.vocabulary - 1}, or leave it out for all "
@@ -127,7 +130,7 @@ class _Plan:
 
 def _plan(job: DraftJob, fetch: Fetch) -> _Plan:
     """Check the request and return the plan."""
-    device, source = job.place, fetch(job.target)
+    device, source = job.device_name, fetch(job.target)
     if (made := made_model(source)) is not None:
         raise BadParameter(
             f"{source} is {made.how}. Distill from its source: the draft runs beside both, and can be {made.how}, too."

@@ -71,7 +71,7 @@ class PredictorJob(WritingJob):
     def choices(self) -> tuple[ModelChoice, ModelChoice]:
         """Return the choices of target and draft."""
         target, draft = (
-            ModelChoice(name, device=self.place, tail=PREDICTOR_ROWS, shorten=True)
+            ModelChoice(name, device=self.device_name, tail=PREDICTOR_ROWS, shorten=True)
             for name in (self.target, self.draft)
         )
         return target, fitted_to_target(draft, self.target)
@@ -87,7 +87,7 @@ def make_predictor(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Predicto
 
 def written(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Material:
     """Return the target's greedy text; refuse given material that was written otherwise."""
-    device, source = job.place, fetch(job.target)
+    device, source = job.device_name, fetch(job.target)
     if job.material is not None:
         return _checked(job, job.material, source)
     settings = replace(job.writing(PREDICTOR_SECONDS, WRITING_ROWS, job.fit.seed), temperature=0.0)
@@ -157,7 +157,7 @@ def _kinds(job: PredictorJob, material: Material) -> Callable[[Sequence[int]], i
 
 def trained(job: PredictorJob, rounds: LabelledRounds, watch: Onlooker) -> Predictor:
     """Train, calibrate and evaluate."""
-    parts = dealt(rounds.to(torch.device(job.place)), job.fit.seed)
+    parts = dealt(rounds.to(torch.device(job.device_name)), job.fit.seed)
     start = time.monotonic()
     fitted = fit(parts, job.fit, watch)
     seconds = time.monotonic() - start
@@ -194,7 +194,7 @@ def _provenance(job: PredictorJob, parts: DealtRounds, seconds: float) -> dict[s
         "rounds_calibrated": len(parts.calibrated),
         "rounds_judged": len(parts.judged),
         "seconds": round(seconds, 1),
-        **trained_with(job.place),
+        **trained_with(job.device_name),
     }
 
 

@@ -28,13 +28,13 @@ class WritingJob:
     writing_length: int = 640
 
     @property
-    def place(self) -> str:
+    def device_name(self) -> str:
         """The device it runs on."""
         return chosen_device(self.device)
 
     def writing(self, seconds: float, rows: int, seed: int) -> WriterSettings:
         """Return how the target writes, with default seconds and, on a GPU, default rows."""
-        usual_rows = CPU_ROWS if self.place == "cpu" else rows
+        usual_rows = CPU_ROWS if self.device_name == "cpu" else rows
         return WriterSettings(
             seconds=seconds if self.seconds_writing is None and self.tokens is None else self.seconds_writing,
             tokens=self.tokens,

@@ -30,7 +30,7 @@ def test_what_llamacpp_tells_is_turned_into_what_the_bench_reads() -> None:
     assert turn_stats({**timings, "predicted_n": 1, "predicted_ms": 0.0})["tokens_per_second"] is None
 
 
-def test_its_features_are_told() -> None:
+def test_its_features_are_reported() -> None:
     assert built_with().startswith("llama.cpp of xllamacpp ") and "CPU" in built_with()
 
 

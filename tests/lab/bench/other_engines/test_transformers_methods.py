@@ -61,16 +61,16 @@ def test_greedy_answers_are_those_of_our_engine(method: str, recorded: RecordedP
 
 
 @pytest.mark.slow
-def test_what_is_told_of_a_turn_adds_up(recorded: RecordedPair, outside: Transformers) -> None:
+def test_the_figures_of_a_turn_add_up(recorded: RecordedPair, outside: Transformers) -> None:
     for method in TRANSFORMERS:
         for record in records(recorded):
-            tokens, told = outside.answer(method, record)
-            assert told["tokens"] == len(tokens) and told["ttft_seconds"] > 0 and told["decode_seconds"] > 0
-            assert told["tokens_per_second"] == pytest.approx((len(tokens) - 1) / told["decode_seconds"])
+            tokens, reported = outside.answer(method, record)
+            assert reported["tokens"] == len(tokens) and reported["ttft_seconds"] > 0 and reported["decode_seconds"] > 0
+            assert reported["tokens_per_second"] == pytest.approx((len(tokens) - 1) / reported["decode_seconds"])
             if method == "hf-generate":
-                assert told["target_forwards"] == len(tokens) - 1, "one token a forward, the prompt's own left out"
+                assert reported["target_forwards"] == len(tokens) - 1, "one token a forward, the prompt's own left out"
             else:
-                assert 0 < told["target_forwards"] <= len(tokens) - 1
+                assert 0 < reported["target_forwards"] <= len(tokens) - 1
     assert sum(outside.answer("hf-assisted", record)[1]["target_forwards"] for record in records(recorded)) < 3 * 20, (
         "nothing was accepted"
     )
@@ -160,8 +160,8 @@ def test_a_distilled_draft_assists(
     with RecordedPair(target=pair[0], draft=str(reduced), folder=tmp_path) as other:
         theirs = Transformers(other)
         for record in records(recorded):
-            tokens, told = theirs.answer("hf-assisted", record)
-            assert tokens == record.tokens and told["tokens_per_forward"] >= 1.0
+            tokens, reported = theirs.answer("hf-assisted", record)
+            assert tokens == record.tokens and reported["tokens_per_forward"] >= 1.0
         assert theirs.assistant.get_input_embeddings() is theirs.target.get_input_embeddings()
 
 

@@ -1,8 +1,8 @@
 """Transformers' own decoding methods on the same weights: `generate`, assisted generation and prompt lookup.
 
 Owns the models that transformers runs, and their timing. A model is loaded at its first answer, on our target's device
-and in its precision, and runs in this process with the same threads. All else is transformers' default (20 draft tokens
-a round, ended below a confidence of 0.4) or, for prompt lookup, the value of its documentation (10 tokens). Decoding is
+and in its precision, and runs in this process with the same threads. All else is transformers' default: 20 draft tokens
+a round, ended below a confidence of 0.4. Prompt lookup has the value of its documentation, 10 tokens. Decoding is
 greedy at temperature 0. Above it transformers samples with its own random numbers, so texts cannot be compared with
 ours. Invariants: a model's own generation settings are ignored. Timing starts with the prompt as token ids and ends
 with the last token.

@@ -1,7 +1,8 @@
-"""H-RAD beside an engine: which predictor a pair has, whether it fits, and who hears what it says.
+"""`EnginePredictor`: the H-RAD predictor of an engine: found, checked and attached to the target's verifier.
 
-Owns the way from a predictor's name to a target's verifier that gives signals. Everything heavy is imported when a
-method first heeds one. Whatever is wrong with a predictor, decoding goes on without it, and that is said once.
+Owns the way from a predictor's name to a verifier that gives signals. It does not compute them: see `forecaster.py`.
+Torch is imported when a method first uses signals. Invariant: whatever is wrong with a predictor, decoding continues
+without it, and one warning says so.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("specbranch")
 
 
-class Foretelling:
-    """What becomes of drafts, foretold to those methods of one engine that heed it."""
+class EnginePredictor:
+    """The predictor of one engine, for the methods that use its signals. It is loaded when the first of them asks."""
 
     def __init__(self, predictor: str | None, target: str, draft: str | None, verifier: Verifier) -> None:
-        """`predictor`: a folder; nothing: the one that comes with the pair."""
-        self._asked = predictor, target, draft
+        """`predictor`: a folder; None: the one that comes with the pair."""
+        self._names = predictor, target, draft
         self._verifier = verifier
-        self._found: list[TargetForecaster | None] = []  # the one there is, once it was looked for
+        self._found: list[TargetForecaster | None] = []  # empty until it was looked for; then one entry
 
     def serves(self, method: Method, config: SpeculativeConfig) -> bool:
-        """Whether a method that heeds signals is given any."""
+        """Return True if the method uses signals and the predictor can give them."""
         if not method.uses_signals(config):
             return False
         if not self._found:
@@ -47,15 +48,14 @@ class Foretelling:
         from specbranch.hrad.forecaster import ON, TargetForecaster
 
         try:
-            return TargetForecaster(find_predictor(*self._asked), self._verifier.runner)
+            return TargetForecaster(find_predictor(*self._names), self._verifier.runner)
         except ModelError as error:
             log.warning("%s %s", error, ON)
             return None
 
 
 def find_predictor(predictor: str | None, target: str, draft: str | None) -> Predictor:
-    """Load the predictor named, or the one that comes with the pair; one that is missing or of another pair is
-    refused."""
+    """Load the named predictor, or the one that comes with the pair. Refuse a missing one and one of another pair."""
     from specbranch.hrad.predictor import Predictor, PredictorError
 
     folder = Path(predictor) if predictor is not None else predictor_folder(draft)
