@@ -431,7 +431,7 @@ def test_a_round_that_sends_nothing_may_have_the_draft_work_beside_it() -> None:
     growing = GrowingTree(NO_TREE)
     growing.graft((5, 6, 7), 4, planner.insight.chances())
     assert planner.launches_lookup(growing.tree(), [0, 1]) and not planner.launches_lookup(NO_TREE, [])
-    assert not Planner(Experience(TEN)).launches_lookup(growing.tree(), [0, 1]), "nothing is launched with a verdict there"
+    assert not Planner(Experience(TEN)).launches_lookup(growing.tree(), [0, 1]), "no launch with a verdict there"
 
 
 @pytest.mark.parametrize("step", [0.0001, 0.1])

@@ -165,12 +165,12 @@ def _answered(
     assert config is not None
     llm, many = recorded.llm.using(speculative=config), list(prompts) * _rounds(count, len(prompts))
     params = replace(workload.params(), seed=workload.seed)
-    answers = [answer for prompt in many for answer in llm.core.samples(prompt, params, llm.decoding)]
+    answers = [answer for prompt in many for answer in llm.core.make_samples(prompt, params, llm.decoding)]
     arrivals = [_Arrivals() for _ in answers]
     for answer, arrived in zip(answers, arrivals, strict=True):
         answer.session.on_round = arrived.note
     started = time.perf_counter()
-    outputs = tuple(answer.output() for answer in llm.core.finished(answers, count))
+    outputs = tuple(answer.output() for answer in llm.core.run_all(answers, count))
     seconds = time.perf_counter() - started
     for output in outputs:
         raise_failure(output)
