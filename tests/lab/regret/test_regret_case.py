@@ -12,7 +12,15 @@ from small_cases import calm
 from specbranch.core.lookup import Ngrams
 from specbranch.core.runner import Ask, Feed
 from specbranch.core.slots import ROOT
-from specbranch.lab.regret.case import AGREEMENT, AT_ONCE, DRAFT_SHARE, REQUEST_TOKENS, Phase, make_case, seeds_of
+from specbranch.lab.regret.case import (
+    AGREEMENT_RANGE,
+    BATCH_SIZES,
+    DRAFT_SHARE,
+    REQUEST_TOKENS,
+    Phase,
+    make_case,
+    seeds_of,
+)
 from specbranch.lab.regret.runs import _session
 from specbranch.lab.regret.toy_pair import ScriptedDraft, make_scripts
 
@@ -29,9 +37,9 @@ def test_cases_stay_in_their_ranges_and_reach_both_ends() -> None:
     shares = [case.draft_share for case in MANY]
     assert DRAFT_SHARE[0] <= min(shares) < 1 / 40 and 1 / 3 < max(shares) <= DRAFT_SHARE[1]
     assert min(case.row_share for case in MANY) == 0.0 and 0.3 < max(case.row_share for case in MANY) <= 0.5
-    assert {case.at_once for case in MANY} == set(AT_ONCE)
+    assert {case.at_once for case in MANY} == set(BATCH_SIZES)
     agreements = [phase.agreement for case in MANY for request in case.phases for phase in request]
-    assert AGREEMENT[0] <= min(agreements) < 0.35 and 0.9 < max(agreements) <= AGREEMENT[1]
+    assert AGREEMENT_RANGE[0] <= min(agreements) < 0.35 and 0.9 < max(agreements) <= AGREEMENT_RANGE[1]
     assert max(case.spike for case in MANY) > 2.0 and any(case.spike == 0.0 for case in MANY)
     assert max(case.lookup for case in MANY) == 1.0 and min(case.lookup for case in MANY) < 0.05
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 REQUEST_TOKENS = 128
 REQUESTS = 8  # of a case; more if two batches hold more
-AT_ONCE = (1, 1, 1, 1, 1, 2, 2, 4, 8, 16)  # requests in flight: half of the cases have one
+BATCH_SIZES = (1, 1, 1, 1, 1, 2, 2, 4, 8, 16)  # requests in flight: half of the cases have one
 TARGET_SECONDS = (0.002, 0.05)  # of a forward over one row
 DRAFT_SHARE = (1 / 50, 1 / 2)  # of a draft step in a target forward
 ROW_SHARE = (0.002, 0.5)  # of a further row in a forward, where rows are not free
@@ -21,7 +21,7 @@ FREE_ROWS = (1, 1, 4, 8, 16)  # rows that cost as much as one
 MOST_HOST = 0.001  # seconds of a round outside both models
 SPIKE_SECONDS = (0.03, 3.0)  # the first run of a kind and size of forward
 SLOW_FACTOR = 2.0
-AGREEMENT = (0.3, 0.95)  # the chance that the first candidate is right
+AGREEMENT_RANGE = (0.3, 0.95)  # the chance that the first candidate is right
 PHASE_TOKENS = (16, 96)  # the length of a stretch of text with one agreement
 HALF_BY_REMAINDER: dict[str, int] = {"tune": 0, "report": 1}
 Half = Literal["tune", "report"]
@@ -98,7 +98,7 @@ def make_case(seed: int) -> Case:
     """Draw a case."""
     draws = Draws(f"case {seed}")
     rows_are_free = draws.chance(0.2)
-    at_once = draws.one_of(AT_ONCE)
+    at_once = draws.one_of(BATCH_SIZES)
     return Case(
         seed=seed,
         target=draws.by_ratio(TARGET_SECONDS),
@@ -162,7 +162,7 @@ def _slow(draws: Draws) -> tuple[Range, ...]:
 
 def _phases(draws: Draws, requests: int) -> tuple[tuple[Phase, ...], ...]:
     """Draw the texts' properties. Each of the two is steady, changes by request, or changes within a request."""
-    agreement, lookup = _Course(draws, _part_of(draws, AGREEMENT)), _Course(draws, _lookup_range(draws))
+    agreement, lookup = _Course(draws, _part_of(draws, AGREEMENT_RANGE)), _Course(draws, _lookup_range(draws))
     found: list[tuple[Phase, ...]] = []
     for _ in range(requests):
         phases, left = list[Phase](), REQUEST_TOKENS

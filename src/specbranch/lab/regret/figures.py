@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from specbranch.lab.regret.runs import PLAIN_ARM, Run
 
-PERCENTILES = (50, 90, 95, 99)
+REGRET_PERCENTILES = (50, 90, 95, 99)
 Kind = Literal["cold", "warm", "plain"]
-KINDS: dict[Kind, str] = {
+REGRET_KINDS: dict[Kind, str] = {
     "cold": "behind the best arm, requests 1–4 (cold)",
     "warm": "behind the best arm, requests 5–8 (warm)",
     "plain": "behind plain decoding, all eight",
@@ -77,7 +77,7 @@ class Spread:
 def spread(values: Sequence[float]) -> Spread:
     """Return the percentiles by nearest rank: at most p % of the values are below the p-th."""
     ordered = sorted(values)
-    ranks = (max(math.ceil(len(ordered) * part / 100) - 1, 0) for part in PERCENTILES)
+    ranks = (max(math.ceil(len(ordered) * part / 100) - 1, 0) for part in REGRET_PERCENTILES)
     return Spread(*(ordered[rank] for rank in ranks), worst=ordered[-1])
 
 
@@ -101,7 +101,7 @@ def to_dict(results: Sequence[CaseResult], methods: Sequence[str]) -> dict[str, 
     found = {method: regrets(results, method) for method in methods}
     return {
         "methods": {
-            method: {kind: asdict(spread([one.of(kind) for one in of_method])) for kind in KINDS}
+            method: {kind: asdict(spread([one.of(kind) for one in of_method])) for kind in REGRET_KINDS}
             for method, of_method in found.items()
         },
         "best_arms": wins(results),
@@ -110,7 +110,7 @@ def to_dict(results: Sequence[CaseResult], methods: Sequence[str]) -> dict[str, 
 
 
 def _case_dict(result: CaseResult) -> dict[str, Any]:
-    kinds = {run.name: {kind: result.regret(run).of(kind) for kind in KINDS} for run in result.judged}
+    kinds = {run.name: {kind: result.regret(run).of(kind) for kind in REGRET_KINDS} for run in result.judged}
     runs = {run.name: {"cold": run.cold, "warm": run.warm} for run in (*result.arms, *result.judged)}
     return {
         "seed": result.seed,

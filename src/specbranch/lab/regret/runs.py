@@ -32,7 +32,6 @@ ARMS: dict[str, SpeculativeConfig] = {
     "tree": SpeculativeConfig(method="tree"),
 }
 OVERLAP_ARMS: dict[str, SpeculativeConfig] = {"pearl": SpeculativeConfig(method="pearl")}  # for two devices
-JUDGED = ("specbranch", "auto")
 Start = Callable[[Session, Experience], MethodRounds]
 
 

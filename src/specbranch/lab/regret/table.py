@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from specbranch.lab.regret.case import Case
-from specbranch.lab.regret.figures import KINDS, CaseResult, Kind, Regret, Spread, regrets, spread, wins, worst
+from specbranch.lab.regret.figures import REGRET_KINDS, CaseResult, Kind, Regret, Spread, regrets, spread, wins, worst
 from specbranch.lab.regret.runs import BatchTime, Run
 
 NAMES = tuple(field.name for field in fields(Spread))
@@ -22,7 +22,7 @@ def table(results: Sequence[CaseResult], methods: Sequence[str], count: int) -> 
     for method in methods:
         found = regrets(results, method)
         lines += [f"{method:44}" + "".join(f"{name:>8}" for name in NAMES)]
-        lines += [f"  {words:42}" + _percents([one.of(kind) for one in found]) for kind, words in KINDS.items()]
+        lines += [f"  {words:42}" + _percents([one.of(kind) for one in found]) for kind, words in REGRET_KINDS.items()]
         lines.append("")
     best = ", ".join(f"{name} {times}" for name, times in wins(results).items())
     lines.append(f"Best fixed method, by number of cases: {best}")
@@ -42,8 +42,8 @@ def _percent(value: float) -> str:
 def _worst_lines(results: Sequence[CaseResult], method: str, count: int) -> list[str]:
     known, found = {result.seed: result for result in results}, regrets(results, method)
     lines: list[str] = []
-    for kind in KINDS if count else ():
-        lines += ["", f"Worst cases of {method}, {KINDS[kind]}"]
+    for kind in REGRET_KINDS if count else ():
+        lines += ["", f"Worst cases of {method}, {REGRET_KINDS[kind]}"]
         lines += [_worst_line(known[one.seed], one, kind) for one in worst(found, kind, count)]
     return lines
 
@@ -82,7 +82,7 @@ def _texts(case: Case) -> list[str]:
 def _by_batch(case: Case, result: CaseResult, run: Run) -> list[str]:
     """Return what each batch of a run took, beside the arm that was fastest there."""
     regret = result.regret(run)
-    head = ", ".join(f"{kind} {_percent(regret.of(kind))}" for kind in KINDS)
+    head = ", ".join(f"{kind} {_percent(regret.of(kind))}" for kind in REGRET_KINDS)
     columns = f"{'requests':12}{'tokens':>8}{'seconds':>10}{'tokens/s':>10}{'a forward':>11}{'draft steps':>13}"
     lines = [f"{run.name}: {head}", f"  {columns}   best arm there"]
     for at, (numbers, batch) in enumerate(zip(case.batches, run.batches, strict=True)):

@@ -17,11 +17,11 @@ from specbranch.core.slots import ROOT
 from specbranch.core.verify import accept_match
 from specbranch.lab.regret.case import REQUEST_TOKENS, Case, Draws
 from specbranch.lab.replay.runners import PlainSlots
+from specbranch.lab.replay.several import SPARE_SLOTS
 
-VOCABULARY = 2048
+SCRIPT_VOCABULARY = 2048
 PROMPT_TOKENS = 64
-SPARE_TOKENS = 32  # of a script behind the last token of its request: what is verified there is never emitted
-SPARE_SLOTS = 256
+TOKENS_BEYOND = 32  # of a script behind the last token of its request: what is verified there is never emitted
 CANDIDATES = 8  # that the draft has at a position; the planner asks for no more
 _MASK = (1 << 64) - 1
 
@@ -71,10 +71,10 @@ def make_scripts(case: Case) -> Scripts:
 def _script(case: Case, number: int) -> Script:
     """Write one text: each token is the one that prompt lookup finds, with the phase's chance, or another one."""
     draws, usual = Draws(f"script {case.seed} {number}"), SpeculativeConfig()
-    tokens = [VOCABULARY + number, *(_word(draws) for _ in range(PROMPT_TOKENS - 1))]
+    tokens = [SCRIPT_VOCABULARY + number, *(_word(draws) for _ in range(PROMPT_TOKENS - 1))]
     ngrams = Ngrams(tokens, usual.ngram_max, usual.ngram_min)
     chances = [phase.lookup for phase in case.phases[number] for _ in range(phase.tokens)]
-    for at in range(REQUEST_TOKENS + SPARE_TOKENS):
+    for at in range(REQUEST_TOKENS + TOKENS_BEYOND):
         found = ngrams.propose(1)
         if draws.chance(chances[min(at, len(chances) - 1)]):
             tokens.append(found[0] if found else tokens[1 + at % (PROMPT_TOKENS - 1)])
@@ -85,19 +85,19 @@ def _script(case: Case, number: int) -> Script:
 
 def _word(draws: Draws) -> int:
     """Draw a token; few are frequent and many are rare, as in a text."""
-    return int(VOCABULARY * draws.between((0.0, 1.0)) ** 3)
+    return int(SCRIPT_VOCABULARY * draws.between((0.0, 1.0)) ** 3)
 
 
 def _other_word(draws: Draws, found: tuple[int, ...]) -> int:
     word = _word(draws)
-    return (word + 1) % VOCABULARY if (word,) == found else word
+    return (word + 1) % SCRIPT_VOCABULARY if (word,) == found else word
 
 
 class _ScriptedRunner(PlainSlots[Mark]):
     """Follows the scripts of a case."""
 
     def __init__(self, scripts: Scripts) -> None:
-        super().__init__(VOCABULARY + len(scripts.requests), PROMPT_TOKENS + REQUEST_TOKENS + SPARE_SLOTS)
+        super().__init__(SCRIPT_VOCABULARY + len(scripts.requests), PROMPT_TOKENS + REQUEST_TOKENS + SPARE_SLOTS)
         self._known, self._case = scripts.marks, scripts.case
 
     def _start(self) -> Mark:
@@ -106,7 +106,7 @@ class _ScriptedRunner(PlainSlots[Mark]):
     def _after(self, mark: Mark, token: int, position: int) -> Mark:
         """Return what is known after a token. Off the script the agreement stays; the target's token is a hash."""
         state = _mixed(mark.state, token)
-        return self._known.get(state) or Mark(state, mark.agreement, state % VOCABULARY)
+        return self._known.get(state) or Mark(state, mark.agreement, state % SCRIPT_VOCABULARY)
 
 
 class ScriptedTarget(_ScriptedRunner):
@@ -149,7 +149,7 @@ def _proposal(mark: Mark, case: Case) -> Proposal:
     sure = agreement + case.spread * (2.0 * _uniform(mark.state, 1) - 1.0) * min(agreement, 1.0 - agreement)
     rank = 0 if _uniform(mark.state, 2) < sure else _later_rank(mark.state, case.second)
     first = mark.state // 7
-    others = (token % VOCABULARY for token in range(first, first + 13 * CANDIDATES + 1, 13))
+    others = (token % SCRIPT_VOCABULARY for token in range(first, first + 13 * CANDIDATES + 1, 13))
     wrong = [token for token in others if token != mark.token]
     tokens = (*wrong[:rank], mark.token, *wrong[rank:])[:CANDIDATES]
     stated = min(max(sure**case.bias, 0.01), 0.99)
@@ -180,4 +180,4 @@ def _mixed(state: int, token: int) -> int:
 
 
 def _uniform(state: int, purpose: int) -> float:
-    return _mixed(state, VOCABULARY * 64 + purpose) / 2.0**64
+    return _mixed(state, SCRIPT_VOCABULARY * 64 + purpose) / 2.0**64
