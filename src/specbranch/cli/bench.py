@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from specbranch.lab.bench.under_load import LoadRow
     from specbranch.lab.regret.case import Half
     from specbranch.lab.regret.figures import CaseResult
+    from specbranch.lab.regret.recorded_texts import RecordedText
 
 OUT = Path("bench-results")
 # What `tune` shares.
@@ -394,6 +395,12 @@ def _write_load(rows: list[LoadRow], out: Path) -> None:
     help="Run one half of the seeds only. Set constants on tune (even seeds) and report on report (odd seeds) [both].",
 )
 @_what("--show", type=click.IntRange(min=0), metavar="SEED", help="Run one case and print it in full.")
+@_what(
+    "--texts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Use texts and proposals of a real pair, written by scripts/write_regret_texts.py [random ones].",
+)
 @_how("--jobs", type=click.IntRange(min=1), metavar="N", help="Number of processes [cores].")
 @_how("--worst", type=click.IntRange(min=0), default=5, metavar="N", help="Number of worst cases to list [5].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -403,6 +410,7 @@ def regret(
     seed: int,
     half: Half | None,
     show: int | None,
+    texts: Path | None,
     jobs: int | None,
     worst: int,
     as_json: bool,
@@ -427,22 +435,25 @@ def regret(
     speculative with 2, 5 and 10 tokens, and tree; with two devices also pearl. A spike itself is charged to nobody;
     what the planner concludes from it is.
     """
-    from specbranch.lab.regret.case import make_case, seeds_of
+    from specbranch.lab.regret.case import seeds_of
     from specbranch.lab.regret.figures import to_dict
+    from specbranch.lab.regret.recorded_texts import load_texts, scripts_of
     from specbranch.lab.regret.table import shown, table
 
-    names = tuple(listed(methods))
+    names, recorded = tuple(listed(methods)), load_texts(texts) if texts else ()
     seeds = seeds_of(seed, cases, half) if show is None else [show]
-    results, seconds = _judged(seeds, names, jobs)
+    results, seconds = _judged(seeds, names, jobs, recorded)
     if as_json:
         click.echo(json.dumps({"half": half, "run_seconds": round(seconds, 1), **to_dict(results, names)}))
     elif show is not None:
-        click.echo("\n".join(shown(make_case(show), results[0])))
+        click.echo("\n".join(shown(scripts_of(show, recorded).case, results[0])))
     else:
         click.echo("\n".join([*table(results, names, worst), "", f"Took {seconds:.0f} s."]))
 
 
-def _judged(seeds: list[int], methods: tuple[str, ...], jobs: int | None) -> tuple[list[CaseResult], float]:
+def _judged(
+    seeds: list[int], methods: tuple[str, ...], jobs: int | None, texts: tuple[RecordedText, ...]
+) -> tuple[list[CaseResult], float]:
     """Run the cases of the regret lab; returns their results and how long that took."""
     from specbranch.cli.progress import counted
     from specbranch.lab.regret.job import run_cases
@@ -450,7 +461,7 @@ def _judged(seeds: list[int], methods: tuple[str, ...], jobs: int | None) -> tup
 
     started = time.perf_counter()
     with counted() as progress:
-        results = run_cases(seeds, methods, jobs or usable_cores(), progress)
+        results = run_cases(seeds, methods, jobs or usable_cores(), progress, texts)
     return results, time.perf_counter() - started
 
 

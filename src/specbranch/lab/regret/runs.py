@@ -19,7 +19,7 @@ from specbranch.core.session import Session
 from specbranch.errors import BadParameter
 from specbranch.lab.regret.case import REQUEST_TOKENS, Case
 from specbranch.lab.regret.machine import MachineClock
-from specbranch.lab.regret.toy_pair import Script, Scripts, make_scripts
+from specbranch.lab.regret.toy_pair import Script, Scripts
 from specbranch.lab.replay.decode import Diverged
 
 PLAIN_ARM = "plain"
@@ -103,12 +103,6 @@ def judged(names: tuple[str, ...]) -> list[Contender]:
 def run(scripts: Scripts, one: Contender) -> Run:
     """Decode all requests of a case, batch after batch."""
     return CaseRun(scripts, one).run()
-
-
-def run_case(case: Case, contenders: list[Contender]) -> list[Run]:
-    """Decode a case with each of these."""
-    scripts = make_scripts(case)
-    return [run(scripts, one) for one in contenders]
 
 
 class CaseRun:

@@ -51,6 +51,16 @@ class Scripts:
     marks: Mapping[int, Mark]  # by state
     proposals: dict[int, Proposal] = field(default_factory=dict)  # the draft's, by state: computed once for all methods
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are."""
+        return 1 + max(SCRIPT_VOCABULARY, *(max(*one.prompt, *one.answer) for one in self.requests))
+
+    @property
+    def longest(self) -> int:
+        """How many tokens the longest text has."""
+        return max(len(one.prompt) + len(one.answer) for one in self.requests)
+
 
 def make_scripts(case: Case) -> Scripts:
     """Write the texts of a case."""
@@ -61,10 +71,10 @@ def make_scripts(case: Case) -> Scripts:
         requests.append(script)
         state = 0
         for token in script.prompt:
-            state = _mixed(state, token)
+            state = mixed(state, token)
         for at, token in enumerate(script.answer):
             marks[state] = Mark(state, agreements[min(at, len(agreements) - 1)], token)
-            state = _mixed(state, token)
+            state = mixed(state, token)
     return Scripts(case, tuple(requests), marks)
 
 
@@ -97,7 +107,7 @@ class _ScriptedRunner(PlainSlots[Mark]):
     """Follows the scripts of a case."""
 
     def __init__(self, scripts: Scripts) -> None:
-        super().__init__(SCRIPT_VOCABULARY + len(scripts.requests), PROMPT_TOKENS + REQUEST_TOKENS + SPARE_SLOTS)
+        super().__init__(scripts.vocabulary, scripts.longest + SPARE_SLOTS)
         self._known, self._case = scripts.marks, scripts.case
 
     def _start(self) -> Mark:
@@ -105,7 +115,7 @@ class _ScriptedRunner(PlainSlots[Mark]):
 
     def _after(self, mark: Mark, token: int, position: int) -> Mark:
         """Return what is known after a token. Off the script the agreement stays; the target's token is a hash."""
-        state = _mixed(mark.state, token)
+        state = mixed(mark.state, token)
         return self._known.get(state) or Mark(state, mark.agreement, state % SCRIPT_VOCABULARY)
 
 
@@ -171,8 +181,8 @@ def _odds(stated: float, second: float, count: int) -> tuple[float, ...]:
     return tuple(odds)
 
 
-def _mixed(state: int, token: int) -> int:
-    """Return the state after a token (the finaliser of splitmix64)."""
+def mixed(state: int, token: int) -> int:
+    """Return the state after a token: a hash of all tokens so far (the finaliser of splitmix64)."""
     mixed = (state + 0x9E3779B97F4A7C15 * (token + 1)) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -180,4 +190,4 @@ def _mixed(state: int, token: int) -> int:
 
 
 def _uniform(state: int, purpose: int) -> float:
-    return _mixed(state, SCRIPT_VOCABULARY * 64 + purpose) / 2.0**64
+    return mixed(state, SCRIPT_VOCABULARY * 64 + purpose) / 2.0**64
