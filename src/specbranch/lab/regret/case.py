@@ -166,7 +166,8 @@ def _phases(draws: Draws, requests: int) -> tuple[tuple[Phase, ...], ...]:
     found: list[tuple[Phase, ...]] = []
     for _ in range(requests):
         phases, left = list[Phase](), REQUEST_TOKENS
-        agreement.next_request(), lookup.next_request()
+        agreement.next_request()
+        lookup.next_request()
         while left > 0:
             tokens = min(round(draws.between(PHASE_TOKENS)), left)
             phases.append(Phase(tokens, agreement.next_phase(), lookup.next_phase()))

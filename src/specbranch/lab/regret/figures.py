@@ -77,8 +77,8 @@ class Spread:
 def spread(values: Sequence[float]) -> Spread:
     """Return the percentiles by nearest rank: at most p % of the values are below the p-th."""
     ordered = sorted(values)
-    ranks = (max(math.ceil(len(ordered) * part / 100) - 1, 0) for part in REGRET_PERCENTILES)
-    return Spread(*(ordered[rank] for rank in ranks), worst=ordered[-1])
+    p50, p90, p95, p99 = (ordered[max(math.ceil(len(ordered) * part / 100) - 1, 0)] for part in REGRET_PERCENTILES)
+    return Spread(p50, p90, p95, p99, ordered[-1])
 
 
 def regrets(results: Iterable[CaseResult], method: str) -> list[Regret]:

@@ -122,7 +122,7 @@ class CaseRun:
 
     def _batch(self, numbers: range) -> BatchTime:
         costs = self.clock.costs
-        before = self.clock.charged, len(costs.forwards), len(costs.draft_steps)
+        seconds, forwards, steps = self.clock.charged, len(costs.forwards), len(costs.draft_steps)
         self._sessions = [_session(number, self.scripts.requests[number]) for number in numbers]
         for session in self._sessions:
             self._loop.join(session, self.contender.start(session, self.experience))
@@ -130,8 +130,13 @@ class CaseRun:
             self._loop.step()
         tokens = sum(self._checked(session) for session in self._sessions)
         self._ended, self._sessions = self._ended + tokens, []
-        after = self.clock.charged, len(costs.forwards), len(costs.draft_steps)
-        return BatchTime(len(numbers), tokens, *(end - start for start, end in zip(before, after, strict=True)))
+        return BatchTime(
+            requests=len(numbers),
+            tokens=tokens,
+            seconds=self.clock.charged - seconds,
+            forwards=len(costs.forwards) - forwards,
+            draft_steps=len(costs.draft_steps) - steps,
+        )
 
     def _checked(self, session: Session) -> int:
         """Return how many tokens a session emitted, if they are the script's."""
