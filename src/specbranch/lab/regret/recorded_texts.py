@@ -25,7 +25,7 @@ from specbranch.lab.replay.decode import ReplayedModel
 from specbranch.lab.replay.reader import Reader
 from specbranch.lab.replay.record import Record
 
-STRETCH = 32  # tokens over which agreement and lookup are averaged
+RECORDED_STRETCH = 32  # tokens over which agreement and lookup are averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _recorded_scripts(case: Case, texts: Sequence[RecordedText]) -> Scripts:
         for token in text.prompt:
             state = mixed(state, token)
         for at, (token, proposal) in enumerate(zip(text.answer, text.proposals, strict=True)):
-            marks[state], proposals[state] = Mark(state, phases[at // STRETCH].agreement, token), proposal
+            marks[state], proposals[state] = Mark(state, phases[at // RECORDED_STRETCH].agreement, token), proposal
             state = mixed(state, token)
     scripts = tuple(Script(text.prompt, text.answer) for text in chosen)
     return Scripts(replace(case, phases=tuple(known[text] for text in chosen)), scripts, marks, proposals)
@@ -112,7 +112,7 @@ def _phases(text: RecordedText) -> tuple[Phase, ...]:
     """Measure how often the draft and prompt lookup are right, stretch by stretch."""
     agreed = [one.tokens[:1] == (token,) for one, token in zip(text.proposals, text.answer, strict=True)]
     looked = _looked_up(text)
-    parts = [slice(at, at + STRETCH) for at in range(0, len(text.answer), STRETCH)]
+    parts = [slice(at, at + RECORDED_STRETCH) for at in range(0, len(text.answer), RECORDED_STRETCH)]
     return tuple(Phase(len(agreed[part]), _share(agreed[part]), _share(looked[part])) for part in parts)
 
 
