@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.pool import Pool
 
 from specbranch.lab.regret.figures import CaseResult
 from specbranch.lab.regret.recorded_texts import RecordedText, scripts_of
@@ -49,10 +50,14 @@ def _results(seeds: Sequence[int], one: Callable[[int], CaseResult], jobs: int) 
     if jobs <= 1:
         yield from map(one, seeds)
         return
-    with get_context("spawn").Pool(jobs, _ignore_interrupts) as pool:  # leaving it ends the processes
+    with _pool(jobs) as pool:  # leaving it ends the processes
         yield from pool.imap_unordered(one, seeds)
 
 
-def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _pool(jobs: int) -> Pool:
+    """Start processes that leave Ctrl-C to this one; they inherit that, so it holds while they still import."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return get_context("spawn").Pool(jobs)
+    finally:
+        signal.signal(signal.SIGINT, before)
