@@ -41,7 +41,7 @@ LAYERS = (
     {"lab.study", "lab.replay"},
     {"lab.measure"},
     {"lab.inflation", "lab.doctor"},
-    {"lab.bench"},
+    {"lab.bench", "lab.regret"},
     {"cli"},
 )
 BUILDINGS = ("training", "lab")  # the engine imports neither

@@ -1,0 +1,1 @@
+"""A regret lab: the planner on random machines and texts, compared with the best fixed method."""
