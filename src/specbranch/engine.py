@@ -87,7 +87,7 @@ class LLMView:
 
         `method` is the method's name, and `speculative` its settings: a `SpeculativeConfig`, or a mapping with its
         names. `method` wins over the method that `speculative` names. If neither names one, the view takes "specbranch"
-        if there is a draft, else "auto". `speculative=False` is plain decoding.
+        if there is a draft, else "auto". `speculative=False` is plain decoding, unless `method` is given.
         """
         config = resolve(speculative, method, self.core.models.has_draft)
         return LLMView(self.core, self.core.decoding(config), self.max_batch)
@@ -112,7 +112,8 @@ class LLMView:
 
         A prompt is a text or a list of token ids. `params` are `SamplingParams`, or a mapping with their names; the
         default is greedy decoding of up to 256 tokens. At most `max_batch` prompts of a list are decoded at once: as
-        one ends, the next starts. All prompts have the same seed, so an answer does not depend on the other prompts.
+        one ends, the next starts. If `seed` is set, all prompts use it; if not, each gets a random one. Either way an
+        answer does not depend on the other prompts.
         An error of a single prompt is raised. In a list, a prompt that fails leaves the others alone: its output has
         the finish reason "error", and the error.
         """
@@ -229,7 +230,7 @@ class LLM(LLMView):
             method: the decoding method. Default: "specbranch" with a draft, "auto" without one.
             pair: the name of a target with its draft, instead of both. Default: "smollm2-default".
             speculative: settings of the method, a `SpeculativeConfig` or a mapping with its names. False is plain
-                decoding.
+                decoding, unless `method` is given.
             executor: "serial" runs draft and target in turn; "process" runs the draft in a process of its own;
                 "streams" runs both at once on GPUs.
             device: "cpu", "cuda" or "cuda:N". Default: a GPU if there is one.
@@ -313,7 +314,7 @@ def _core(models: LoadedModels, costs: CostProfile | LearnedCosts, file: Experie
     chunk = models.parts.verifier.runner.prefill_chunk  # a round with decode rows prefills one chunk besides
     limits = RoundLimits(prefill_chunk=chunk, prompt_tokens=chunk)
     loop = Loop(models.parts.executor, costs=experiences.learned, limits=limits)
-    weakref.finalize(loop, experiences.write, last=True)  # on the loop, which all views share
+    weakref.finalize(loop, experiences.write, last=True)  # on the loop, which all views of `using` share
     return EngineCore(models, Scheduler(loop), experiences)
 
 

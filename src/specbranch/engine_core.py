@@ -175,7 +175,9 @@ class EngineCore:
             while not over:
                 # Another stream's round may have finished this session. If no round can run, because other streams
                 # hold all KV pages, yield an empty chunk: the caller may then advance those streams.
-                blocked = not session.finished and not self.scheduler.step()
+                blocked = False
+                if not session.finished:
+                    blocked = not self.scheduler.step()
                 chunk = answer.chunk()
                 raise_failure(chunk.output)
                 over = chunk.output is not None

@@ -27,7 +27,9 @@ from specbranch.errors import PoolFull, SpecBranchError
 
 log = logging.getLogger("specbranch")
 
-DRAFT_CHUNKS = 4  # prefill chunks that the draft may compute in a round in which the target prefills nothing
+# In a round in which the target prefills nothing, the draft may prefill this many times its budget for sessions that
+# already decode.
+DRAFT_PREFILL_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,7 @@ class Loop:
 
     @property
     def live(self) -> bool:
-        """True if any session is unfinished."""
+        """True if any session is unfinished and not preempted."""
         return bool(self._live)
 
     @property
@@ -331,20 +333,21 @@ class Loop:
         }
 
     def _target_batch(self) -> dict[int, Orders]:
-        """Return the orders of a target round: those of all ready sessions, and prefill chunks for the others."""
+        """Grant rows to all offers, then return the orders of a target round: those of all ready sessions, and prefill
+        chunks for the others."""
         self._grant_rows()
         batch = {number: member.orders for number, member in self._ready().items() if member.orders}
-        target, draft = self._prefill_budget(len(batch)), self._prefill_budget(len(batch))
+        target_budget, draft_budget = (self._prefill_budget(len(batch)) for _ in ("target", "draft"))
         by_turn = sorted(
             (member for member in self._live.values() if not member.paused), key=lambda member: member.prefill_turn
         )
         decoding = [member for member in by_turn if member.session.number in batch]
         for member in [member for member in by_turn if member.session.number not in batch]:
-            if orders := self._prefill_orders(member, target, draft):
+            if orders := self._prefill_orders(member, target_budget, draft_budget):
                 batch[member.session.number] = orders
-        if target.used == 0:
-            draft.left *= DRAFT_CHUNKS
-        self._prefill_late_drafts(decoding, batch, draft)
+        if target_budget.used == 0:
+            draft_budget.left *= DRAFT_PREFILL_FACTOR
+        self._prefill_late_drafts(decoding, batch, draft_budget)
         if any(orders.prefill for orders in batch.values()):
             # The next prefill chunk would discard a decode step that was launched ahead.
             return {number: _without_launch_ahead(orders) for number, orders in batch.items()}

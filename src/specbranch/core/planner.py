@@ -58,8 +58,9 @@ class Breadth:
 
 
 ONE = Breadth(1, 1, 0.01)
-NARROW = Breadth(4, 8, 0.01)  # while the target waits: the target would hardly verify more
-# During a verify: in three verdicts of five the target rejects every candidate that was sent for a position.
+NARROW = Breadth(4, 8, 0.01)  # without overlap or without branches: the target would hardly verify more
+# With both, for drafts before and during a verify: in three verdicts of five the target rejects all that was sent for a
+# position, so further candidates are prepared.
 WIDE = Breadth(8, 16, 0.001)
 
 
@@ -133,10 +134,11 @@ class Planner:
         w·n rows. It costs the batch n·rate·seconds(w·n) tokens, so one session's share is rate·seconds(w·n).
         """
         costs, self._context, self._seconds, self._batch_size = self.costs, context, {}, batch_size
-        plain = self._target_seconds(batch_size) + costs.host  # seconds of a plain round in this batch
-        self._slowdown = plain / max(self._target_seconds(1) + costs.host, 1e-12) if costs.knows_target else 1.0
+        # Seconds of a plain round in this batch, and of a lone session.
+        shared, alone = (self._target_seconds(rows) + costs.host for rows in (batch_size, 1))
+        self._slowdown = shared / max(alone, 1e-12) if costs.knows_target else 1.0
         # The rate is learned as that of a lone session (`record_forwards`), and scaled to this batch.
-        self._rate = self.insight.rate(plain / self._slowdown) / self._slowdown
+        self._rate = self.insight.rate(shared / self._slowdown) / self._slowdown
         self._growth = Growth(
             self._step_prices(),
             self._chances,
@@ -308,6 +310,7 @@ class Planner:
         most_worth = SPARED * steps[sharing - 1] / sharing
         return replace(
             alone,
+            # Without branches a step has one row for each session.
             step=_affordable_widths(steps, free_time) if self._branches else steps[: self._batch_size],
             free_time=free_time,
             target_delay=grant.rate * costs.slow_down,

@@ -79,8 +79,8 @@ def _plan_during(
 ) -> Growth | None:
     """Plan what the draft does during the verify; None: nothing.
 
-    Behind a path of looked-up tokens the device launches the next round with the verdict. That saves more than drafting
-    during the verify can.
+    If only looked-up tokens are verified, the device can launch the next verify by itself. Drafting now would prevent
+    that, and gains less. A tree that the draft has extended in this round is not such a path.
     """
     if not drafted and planner.launches_lookup(tree, to_verify):
         return None

@@ -234,8 +234,8 @@ class StepLauncher(NativeRunner):
         self._up({})
         return None
 
-    def _move(self, seq: int, moves: np.ndarray, first: int) -> None:
-        self._moves.append((seq, moves, first))
+    def _move(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
+        self._moves.append((seq, moves, lowest_written))
 
     @torch.inference_mode()
     def _up(self, arrays: Arrays) -> Asked:
