@@ -412,7 +412,7 @@ def test_a_draft_with_a_shorter_context_only_stops_helping() -> None:
         assert answer(session) == truth(request, VOCABULARY)
         assert "draft" in session.origins[:14]
         assert "draft" not in session.origins[50:]
-    assert draft.sent_whole == 0, "it is told whole sequences again and again"
+    assert draft.sent_whole == 0, "it gets whole sequences again and again"
 
 
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl", "confidence", "tree", "specbranch"])

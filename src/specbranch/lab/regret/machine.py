@@ -22,7 +22,7 @@ MANY_ROWS = 256  # a second point of each cost curve; beyond it the slope goes o
 
 
 class TrueCosts(CostProfile):
-    """The costs of a case. They change with time, so they are also told what was run before."""
+    """The costs of a case. They change with time, so they also take what was run before."""
 
     __slots__ = ("_case", "_met", "_progress", "draft_steps", "forwards", "spiked")
     _case: Case
