@@ -73,9 +73,9 @@ class TreeGrower:
         parents = (DEVICE_NODES - len(growing.tree)) // growth.children - 1  # that may have children
         return max(min(slots.room - uncomputed, growth.most, parents), 0)
 
-    def bucket(self, kv_slots: int) -> Bucket:
-        """Return the bucket of all steps of a tree behind this many KV slots."""
-        return growing_bucket(kv_slots, self._graphs.step.least)
+    def bucket(self) -> Bucket:
+        """Return the bucket of all steps of a tree."""
+        return growing_bucket(self._graphs.step.least)
 
     def carries(self, moves: np.ndarray) -> bool:
         """True if the first step of a tree can make these moves."""

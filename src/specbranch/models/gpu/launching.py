@@ -23,7 +23,7 @@ from specbranch.core.slots import TAIL
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import Rows, split_into_steps
 from specbranch.models.forward.transfer import Reading
-from specbranch.models.gpu.attention import blocks_of
+from specbranch.models.gpu.attention import most_partial_rows
 from specbranch.models.gpu.begun import Ahead, Followed, Received
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import TextRead
@@ -45,8 +45,6 @@ from specbranch.models.runners.torch_runner import PREFILL_CHUNKS, ProbeNetwork
 from specbranch.models.sampling.logit_rows import TensorRow
 from specbranch.models.sampling.sample import Asked
 from specbranch.models.sampling.sheet import Arrays
-
-PARTIAL_BYTES = 1 << 28  # bytes of attention's partial results in a step, at most
 
 
 class StepLauncher(NativeRunner):
@@ -155,25 +153,18 @@ class StepLauncher(NativeRunner):
         return self.transfer.later(ran.results[:rows])
 
     def _start(
-        self, rows: list[Rows], choosing: Choosing, count: int, tree_step: Bucket | None = None, timed: bool = False
+        self, rows: list[Rows], choosing: Choosing, count: int, grows: bool = False, timed: bool = False
     ) -> Ran:
         """Run rows as one step that samples.
 
-        `tree_step`: the bucket of the steps of a tree that grows from this one. `timed`: note when the device starts.
+        `grows`: a tree grows from this step. `timed`: note when the device starts.
         """
         moves = self._moves_for(len(choosing.said))
-        return self._run_packed(
-            *self._packed(rows, choosing, moves, tree_step), moves, count, tree_step is not None, timed
-        )
+        return self._run_packed(*self._packed(rows, choosing, moves), moves, count, grows, timed)
 
-    def _packed(
-        self, rows: list[Rows], choosing: Choosing, moves: np.ndarray | None, tree_step: Bucket | None = None
-    ) -> tuple[np.ndarray, Bucket]:
+    def _packed(self, rows: list[Rows], choosing: Choosing, moves: np.ndarray | None) -> tuple[np.ndarray, Bucket]:
         """Pack a step for the device."""
-        least = self._graphs.step.least
-        if tree_step is not None:  # the graph writes the tree's first step, which has as many pages
-            least = least._replace(pages=max(tree_step.pages, least.pages))
-        return pack(rows, self.pool.pages * PAGE, choosing, moves, least)
+        return pack(rows, self.pool.pages * PAGE, choosing, moves, self._graphs.step.least)
 
     def _run_packed(
         self,
@@ -196,10 +187,9 @@ class StepLauncher(NativeRunner):
 
     def _most_rows(self, work: Sequence[Rows]) -> int:
         """Return how many rows a step takes: fewer for long sequences, as each row has a partial result per block."""
-        arch, pages = self.architecture, max(-(-(part.start + len(part.tokens)) // PAGE) for part in work)
-        blocks = blocks_of(2 * pages)  # a bucket may have twice as many pages
-        row = arch.heads * (arch.head_dim * self.dtype.itemsize + 8) * (1 + blocks)
-        return min(self._graphs.step.most_rows, max(PARTIAL_BYTES // row // GROUP_ROWS, 1) * GROUP_ROWS)
+        arch, longest = self.architecture, max(part.start + len(part.tokens) for part in work)
+        most = most_partial_rows(longest, arch.heads, arch.head_dim, self.dtype.itemsize)
+        return min(self._graphs.step.most_rows, most)
 
     def _is_one_step(self, rows: list[Rows]) -> bool:
         count = sum([len(part.tokens) for part in rows])

@@ -109,7 +109,7 @@ class GpuRunner(StepLauncher):
                     self._reserve(sequence, len(sequence.slots), kv_slots)
                 except CacheFull:  # step by step a tree may grow in the free pages
                     return None
-                bucket = self._grower.bucket(kv_slots)
+                bucket = self._grower.bucket()
                 self._plant(growing, room, bucket, read)
                 if growing.receiver is not None:
                     self._grower.bring_sheet(growing.receiver.prepare())
@@ -166,7 +166,7 @@ class GpuRunner(StepLauncher):
             return
         spot = Spot(request, len(sequence.slots.prefix) + count, list)
         with self._appending([Feed(seq, growing.uncomputed, tuple(range(ROOT, count - 1)))]) as rows:
-            self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, bucket)
+            self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, grows=True)
         # Commit in place. Unlike `keep` this frees no page, as the tree's steps are about to write there.
         self._rows[seq].clear()
         sequence.slots.keep(range(count), count)
