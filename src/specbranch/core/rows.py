@@ -90,6 +90,9 @@ class RowRunner(Generic[Row]):
             self._rows[seq].clear()
             self._extend(seq, tokens)
 
+    def flush(self) -> None:
+        """Compute all prefill that was put off: none, unless a subclass puts it off."""
+
     def recall(self, seq: int, tokens: Sequence[int]) -> int:
         """Take the beginning of a prompt from the prefix cache, if that is more than is held; returns how many tokens
         are held."""

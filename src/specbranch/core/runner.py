@@ -215,7 +215,16 @@ class Runner(Protocol):
         ...
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Prefill: append tokens to the committed prefix, in chunks, without logits. The tail must be empty."""
+        """Prefill: append tokens to the committed prefix, in chunks, without logits. The tail must be empty.
+
+        Memory is reserved at once, or CacheFull is raised. The forward may be put off until the next one (`feed`,
+        `propose`, `verify`), or until `flush`. So chunks of several sequences, and decode rows of others, share a
+        forward. If that forward fails, the sequences of its chunks are rolled back to before them.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Compute all prefill that was put off."""
         ...
 
     def feed(self, work: Sequence[Feed]) -> None:

@@ -74,6 +74,9 @@ class PlainSlots(Generic[Mark]):
             self._ends[seq] = self._after(self._ends[seq], token, position)
             self._marks[seq].clear()
 
+    def flush(self) -> None:
+        """Do nothing: no prefill is put off."""
+
     def feed(self, work: Sequence[Feed]) -> None:
         """Add nodes with their marks."""
         for seq, tokens, parents in work:

@@ -63,6 +63,9 @@ class OneEach:
         """Append to the prefix."""
         self.runners[seq].extend(seq, tokens)
 
+    def flush(self) -> None:
+        """Do nothing: no prefill is put off."""
+
     def feed(self, work: Sequence[Feed]) -> None:
         """Add nodes."""
         for feed in work:
