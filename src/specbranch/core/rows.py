@@ -54,6 +54,7 @@ class RowRunner(Generic[Row]):
 
     prefix_cache = True  # prompts share computed pages, if the model can
     prefill_chunk = 256  # tokens of a prefill chunk
+    most_prefill: int | None = None  # prompt tokens of one forward; None: no limit
     page = 1  # KV slots of a page
 
     def __init__(self, sampler: Sampler[Row]) -> None:

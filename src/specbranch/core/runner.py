@@ -176,6 +176,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def most_prefill(self) -> int | None:
+        """How many prompt tokens one forward computes at most, all sequences together; None: as many as are asked."""
+        ...
+
+    @property
     def page(self) -> int:
         """How many KV slots a page has."""
         ...
@@ -313,6 +318,15 @@ class PadsForwards(Protocol):
 
     def padded(self, rows: int) -> int:
         """Return the padded rows of a forward."""
+        ...
+
+
+@runtime_checkable
+class TimesForwards(Protocol):
+    """A Runner that has timed its forwards, for example while they were captured."""
+
+    def forward_seconds(self, rows: int) -> float | None:
+        """Return the seconds of a forward over so many rows, decode rows and prompt tokens; None: unknown."""
         ...
 
 

@@ -39,6 +39,7 @@ class PlainSlots(Generic[Mark]):
     it can answer."""
 
     prefill_chunk = 256
+    most_prefill: int | None = None
     kv_slots = None
     kv_slots_free = 0
     page = 1

@@ -35,6 +35,7 @@ class OneEach:
     """A Runner with a runner of its own for each sequence."""
 
     prefill_chunk = PlainSlots.prefill_chunk
+    most_prefill = None
     kv_slots = None
     kv_slots_free = 0
     page = 1
