@@ -261,6 +261,7 @@ class StepLauncher(NativeRunner):
         with self._here():
             self._up({})
             super()._extend(seq, tokens)
+            self.flush()
 
     def _moment(self) -> DeviceMoment:
         """Note when the device reaches this point of its work; on a CPU that is now."""
