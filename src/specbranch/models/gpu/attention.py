@@ -34,7 +34,6 @@ from specbranch.models.gpu.layout import (
 log = logging.getLogger("specbranch")
 
 
-
 class Attend(Protocol):
     """An implementation of attention; see `attend_plainly`."""
 
@@ -114,8 +113,8 @@ def attend_by_kernels(
     scale = math.log2(math.e) / math.sqrt(head_dim)  # the kernels take powers of 2
     how: dict[str, Any] = {"num_warps": WARPS, "num_stages": STAGES, "enable_fp_fusion": False, **launch(early)}
     sections = (step.shared, step.own_count, step.groups, step.tables, step.own, step.counts)
-    groups = len(step.groups)
-    if groups < rows or rows == 1:  # one sequence
+    groups, batch = len(step.groups), len(step.groups) == rows > 1
+    if not batch:
         tile_rows = min(GROUP_ROWS, max(tile // padded, 1), rows)
         while tile_rows * padded < 16:
             tile_rows *= 2
@@ -133,8 +132,8 @@ def attend_by_kernels(
             OWN=LONGEST_OWN, TILE=max(BATCH_GROUP_ROWS * padded, 16), WHOLE=whole, SPLITS=splits, **how,
         )  # fmt: skip
     kernels.join[(rows, heads)](
-        sums, tops, totals, step.shared, step.counts, out, **shape, num_warps=JOIN_WARPS, enable_fp_fusion=False,
-        **launch(early),
+        sums, tops, totals, step.shared, step.counts, out, **shape, BATCH=batch, num_warps=JOIN_WARPS,
+        enable_fp_fusion=False, **launch(early),
     )  # fmt: skip
     if step.tiles is not None and not sampled_only:
         tile_rows = chunk_tile_rows(share)
@@ -233,8 +232,6 @@ def _seen_slots(step: Views) -> tuple[Tensor, Tensor]:
     position = torch.arange(longest, device=device)
     at = (begin[span][:, None] + position // PAGE).clamp(max=len(step.tables) - 1)
     through_table = step.tables[at] * PAGE + position % PAGE
-    seen = torch.cat(
-        (torch.arange(own.shape[1], device=device) < own_count[:, None], position < shared[:, None]), 1
-    )
+    seen = torch.cat((torch.arange(own.shape[1], device=device) < own_count[:, None], position < shared[:, None]), 1)
     # Masked slots may never have been written, or not exist: they are replaced by the row's own slot.
     return torch.where(seen, torch.cat((own, through_table), 1), step.slots[:, None]), seen

@@ -18,10 +18,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specbranch.models.forward.step_rows import GROUP_POSITIONS as _GROUP_POSITIONS
+from specbranch.models.gpu.layout import SAMPLED_COUNT as _SAMPLED_COUNT
 from specbranch.models.gpu.layout import SHARED_COUNT as _SHARED_COUNT
 
 GROUP_POSITIONS = tl.constexpr(_GROUP_POSITIONS)
-SHARED_COUNT = tl.constexpr(_SHARED_COUNT)
+SAMPLED_COUNT, SHARED_COUNT = tl.constexpr(_SAMPLED_COUNT), tl.constexpr(_SHARED_COUNT)
 UNROLLED = tl.constexpr(8)  # partial results that `join` loads at a time
 
 
@@ -154,21 +155,11 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
     head = tl.program_id(1)  # rows and blocks are on axis 0, as axis 1 allows fewer programs
     program = tl.program_id(0)
     slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
-    dtype = values.dtype.element_ty
     if program < rows:
-        g = tl.arange(0, OWN_TILE)
-        at = program * HEADS + head * SHARE + g
-        live = g < SHARE
-        top = tl.full((OWN_TILE,), float("-inf"), tl.float32)
-        total = tl.zeros((OWN_TILE,), tl.float32)
-        acc = tl.zeros((OWN_TILE, WIDTH), tl.float32)
-        top, total, acc = _own_path(
-            _load_queries(q, at, live, DIM, WIDTH), keys, values, own + program * OWN, tl.load(own_count + program),
-            live, head, scale, page_stride, tl.full((PATH_BLOCK, 16), 1.0, dtype), top, total, acc, DIM, WIDTH, PAGE,
-            PATH_BLOCK,
+        _leave_own_path(
+            q, keys, values, sums, tops, totals, own_count, own, program, head, scale, page_stride, slots, HEADS, SHARE,
+            DIM, WIDTH, PAGE, PATH_BLOCK, OWN, OWN_TILE,
         )  # fmt: skip
-        average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
-        _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
     else:
         tile = (program - rows) // SPLITS
         split = (program - rows) % SPLITS
@@ -184,8 +175,28 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
             _leave_blocks(
                 _load_queries(q, at, live, DIM, WIDTH), keys, values, sums, tops, totals,
                 tables + tl.load(groups + 3 * group + 2), end, most, split, SPLITS, at, live, head, scale, page_stride,
-                slots, tl.full((BLOCK, 16), 1.0, dtype), DIM, WIDTH, PAGE, BLOCK,
+                slots, tl.full((BLOCK, 16), 1.0, values.dtype.element_ty), DIM, WIDTH, PAGE, BLOCK,
             )  # fmt: skip
+
+
+@triton.jit
+def _leave_own_path(q, keys, values, sums, tops, totals, own_count, own, row, head, scale, page_stride, slots,
+                    HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                    PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Compute the own path of one row, and store its result for `join`."""
+    dtype = values.dtype.element_ty
+    g = tl.arange(0, TILE)
+    at = row * HEADS + head * SHARE + g
+    live = g < SHARE
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, WIDTH), tl.float32)
+    top, total, acc = _own_path(
+        _load_queries(q, at, live, DIM, WIDTH), keys, values, own + row * OWN, tl.load(own_count + row), live, head,
+        scale, page_stride, tl.full((PATH_BLOCK, 16), 1.0, dtype), top, total, acc, DIM, WIDTH, PAGE, PATH_BLOCK,
+    )  # fmt: skip
+    average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
+    _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
 
 
 @triton.jit
@@ -315,9 +326,12 @@ def attend_chunks(q, keys, values, out, tiles, tables, scale, page_stride,
 
 @triton.jit
 def join(sums, tops, totals, shared, counts, out,
-         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr,
          EARLY: tl.constexpr):  # fmt: skip
-    """Merge the results of one row and head: the own path, then the blocks that the row shares, in order."""
+    """Merge the results of one row and head: the own path, then the blocks that the row shares, in order.
+
+    In a step of several sequences (BATCH), padding has no results, and some rows are done.
+    """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -327,22 +341,24 @@ def join(sums, tops, totals, shared, counts, out,
     first = at.to(tl.int64) * slots
     d = tl.arange(0, WIDTH)
     total = tl.load(totals + first)
+    if BATCH:
+        total = tl.where(row < tl.load(counts + SAMPLED_COUNT), total, 0.0)
     if total != 0.0:
         top = tl.load(tops + first)
         acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
         blocks = tl.cdiv(tl.load(shared + row), BLOCK)
         for begin in range(0, blocks, UNROLLED):
             at_0 = first + 1 + begin
-            left = blocks - begin
+            end = first + 1 + blocks
             # all loads come before the sums, which wait for one another
-            t_0, w_0, a_0 = _loaded(sums, tops, totals, at_0, 0 < left, DIM, WIDTH)
-            t_1, w_1, a_1 = _loaded(sums, tops, totals, at_0 + 1, 1 < left, DIM, WIDTH)
-            t_2, w_2, a_2 = _loaded(sums, tops, totals, at_0 + 2, 2 < left, DIM, WIDTH)
-            t_3, w_3, a_3 = _loaded(sums, tops, totals, at_0 + 3, 3 < left, DIM, WIDTH)
-            t_4, w_4, a_4 = _loaded(sums, tops, totals, at_0 + 4, 4 < left, DIM, WIDTH)
-            t_5, w_5, a_5 = _loaded(sums, tops, totals, at_0 + 5, 5 < left, DIM, WIDTH)
-            t_6, w_6, a_6 = _loaded(sums, tops, totals, at_0 + 6, 6 < left, DIM, WIDTH)
-            t_7, w_7, a_7 = _loaded(sums, tops, totals, at_0 + 7, 7 < left, DIM, WIDTH)
+            t_0, w_0, a_0 = _loaded(sums, tops, totals, at_0, end, DIM, WIDTH)
+            t_1, w_1, a_1 = _loaded(sums, tops, totals, at_0 + 1, end, DIM, WIDTH)
+            t_2, w_2, a_2 = _loaded(sums, tops, totals, at_0 + 2, end, DIM, WIDTH)
+            t_3, w_3, a_3 = _loaded(sums, tops, totals, at_0 + 3, end, DIM, WIDTH)
+            t_4, w_4, a_4 = _loaded(sums, tops, totals, at_0 + 4, end, DIM, WIDTH)
+            t_5, w_5, a_5 = _loaded(sums, tops, totals, at_0 + 5, end, DIM, WIDTH)
+            t_6, w_6, a_6 = _loaded(sums, tops, totals, at_0 + 6, end, DIM, WIDTH)
+            t_7, w_7, a_7 = _loaded(sums, tops, totals, at_0 + 7, end, DIM, WIDTH)
             top, total, acc = _joined(top, total, acc, t_0, w_0, a_0)
             top, total, acc = _joined(top, total, acc, t_1, w_1, a_1)
             top, total, acc = _joined(top, total, acc, t_2, w_2, a_2)
@@ -355,13 +371,14 @@ def join(sums, tops, totals, shared, counts, out,
 
 
 @triton.jit
-def _loaded(sums, tops, totals, at, there, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Load the result of one block; one that is not there adds nothing."""
+def _loaded(sums, tops, totals, at, end, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the result of one block; one from `end` on adds nothing."""
     d = tl.arange(0, WIDTH)
+    there = at < end
     return (
         tl.load(tops + at, mask=there, other=float("-inf")),
         tl.load(totals + at, mask=there, other=0.0),
-        tl.load(sums + at * DIM + d, mask=there & (d < DIM), other=0.0).to(tl.float32),
+        tl.load(sums + at * DIM + d, mask=(at + d * 0 < end) & (d < DIM), other=0.0).to(tl.float32),
     )
 
 

@@ -21,18 +21,21 @@ from specbranch.core.pages import PAGE, Copy
 from specbranch.core.runner import Feed
 from specbranch.core.slots import TAIL
 from specbranch.models.forward.decoder import Decoder
-from specbranch.models.forward.step_rows import Rows, split_into_steps
+from specbranch.models.forward.step_rows import ChunkRows, Rows, split_into_steps
 from specbranch.models.forward.transfer import Reading
-from specbranch.models.gpu.attention import most_partial_rows
+from specbranch.models.gpu.attention import chunk_tile_rows, most_partial_rows
 from specbranch.models.gpu.begun import Ahead, Followed, Received
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import TextRead
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import (
+    CHUNK_STEP_ROWS,
     GROUP_ROWS,
+    MOST_TOTAL_ROWS,
     Bucket,
     Choosing,
     brought_moves,
+    fitting_chunks,
     most_moves,
     pack,
     power_of_four,
@@ -41,6 +44,7 @@ from specbranch.models.gpu.own_stream import OnStream, own_stream
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
 from specbranch.models.runners.native import NativeRunner
+from specbranch.models.runners.pending_prefill import PendingChunk
 from specbranch.models.runners.torch_runner import PREFILL_CHUNKS, ProbeNetwork
 from specbranch.models.sampling.logit_rows import TensorRow
 from specbranch.models.sampling.sample import Asked
@@ -52,7 +56,7 @@ class StepLauncher(NativeRunner):
 
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
-        self._fused, self.prefill_chunk = None, PREFILL_CHUNKS["cuda"]
+        self._fused = None
         self._stream = own_stream(self, self.device) if self.device.type == "cuda" else None
         self._clock = None if self._stream is None else StreamClock(self._stream)
         self.transfer.stream = self._stream
@@ -60,6 +64,9 @@ class StepLauncher(NativeRunner):
         with self._in_turn():  # weights and pages were made on the caller's stream
             self._graphs = Graphs(step_of(decoder, self.memory), self._most_pages)
             self._graphs.choose_with(self._chooser())
+        # Where a step takes rows of prompts, a prompt may be cut anywhere.
+        self.prefill_chunk = 1 if self._graphs.step.takes_chunks else PREFILL_CHUNKS["cuda"]
+        self._tile_rows = chunk_tile_rows(self.architecture.heads // self.architecture.kv_heads)
         # pending moves: sequence, KV slots of the pool, and the lowest slot of the sequence that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
         # started ahead of the worker's order: a step, and a text behind which a tree may grow
@@ -71,6 +78,11 @@ class StepLauncher(NativeRunner):
     def note(self) -> Callable[[], DeviceMoment] | None:
         """A function that notes when the device has done all work given to it so far; None on a CPU."""
         return None if self._clock is None else self._clock.note
+
+    @property
+    def most_prefill(self) -> int | None:
+        """How many prompt tokens one forward takes; None: a prompt takes several forwards anyway."""
+        return MOST_TOTAL_ROWS - CHUNK_STEP_ROWS[0] if self._graphs.step.takes_chunks else None
 
     def padded(self, rows: int) -> int:
         """Return the padded number of rows of a step."""
@@ -143,9 +155,9 @@ class StepLauncher(NativeRunner):
             states += [] if ran.states is None else [ran.states[:rows].clone()]
         return (torch.cat(blocks) if len(blocks) > 1 else blocks[0], torch.cat(states) if states else None), sent
 
-    def _chosen(self, rows: list[Rows], choosing: Choosing, count: int, timed: bool = False) -> tuple[Ran, Reading]:
+    def _chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Reading]:
         """Run rows as one step that samples, and start to read its results."""
-        ran = self._start(rows, choosing, count, timed=timed)
+        ran = self._start(rows, choosing, count)
         return ran, self._read_later(ran, len(choosing.said))
 
     def _read_later(self, ran: Ran, rows: int) -> Reading:
@@ -153,18 +165,82 @@ class StepLauncher(NativeRunner):
         return self.transfer.later(ran.results[:rows])
 
     def _start(
-        self, rows: list[Rows], choosing: Choosing, count: int, grows: bool = False, timed: bool = False
+        self,
+        rows: list[Rows],
+        choosing: Choosing,
+        count: int,
+        grows: bool = False,
+        timed: bool = False,
+        chunks: Sequence[ChunkRows] = (),
     ) -> Ran:
-        """Run rows as one step that samples.
+        """Run rows as one step that samples, together with `chunks`.
 
         `grows`: a tree grows from this step. `timed`: note when the device starts.
         """
         moves = self._moves_for(len(choosing.said))
-        return self._run_packed(*self._packed(rows, choosing, moves), moves, count, grows, timed)
+        return self._run_packed(*self._packed(rows, choosing, moves, chunks), moves, count, grows, timed)
 
-    def _packed(self, rows: list[Rows], choosing: Choosing, moves: np.ndarray | None) -> tuple[np.ndarray, Bucket]:
+    def _packed(
+        self,
+        rows: list[Rows],
+        choosing: Choosing | None,
+        moves: np.ndarray | None,
+        chunks: Sequence[ChunkRows] = (),
+    ) -> tuple[np.ndarray, Bucket]:
         """Pack a step for the device."""
-        return pack(rows, self.pool.pages * PAGE, choosing, moves, self._graphs.step.least)
+        least, spare = self._graphs.step.least, self.pool.pages * PAGE
+        return pack(rows, spare, choosing, moves, least, chunks, self._tile_rows)
+
+    def _start_with_prefill(self, rows: list[Rows], choosing: Choosing) -> Ran:
+        """Run rows as one step that samples, which also computes prefill that was put off.
+
+        What does not fit into the step is computed before it.
+        """
+        if not self._pending or not self._graphs.step.takes_chunks:
+            self.flush()
+            return self._start(rows, choosing, 1, timed=True)
+        pending = self._pending.held()
+        try:
+            chunks = self._compute_until(pending, len(choosing.said))
+            ran = self._start(rows, choosing, 1, timed=True, chunks=chunks)
+            self._computed(pending)
+        except BaseException:
+            self._drop_pending()
+            raise
+        return ran
+
+    def _compute_chunks(self, pending: Sequence[PendingChunk]) -> None:
+        """Compute prefill that was put off, several prompts in one step."""
+        if not self._graphs.step.takes_chunks:
+            self._up({})
+            super()._compute_chunks(pending)
+            return
+        if rest := self._compute_until(pending, 0):
+            self._run_chunks(rest)
+        for chunk in pending:
+            self._publish(chunk)
+
+    def _compute_until(self, pending: Sequence[PendingChunk], rows: int) -> list[ChunkRows]:
+        """Compute rows of prompts, until the others fit into a step with `rows` sampled rows; returns these."""
+        chunks = [ChunkRows(chunk.table, chunk.tokens, chunk.start) for chunk in pending]
+        while True:
+            taken, rest = fitting_chunks(chunks, rows, self._tile_rows)
+            if not rest:
+                return taken
+            first, chunks = fitting_chunks(chunks, 0, self._tile_rows)
+            self._run_chunks(first)
+
+    @torch.inference_mode()
+    def _run_chunks(self, chunks: Sequence[ChunkRows]) -> None:
+        """Run a step of rows of prompts alone."""
+        moves = self._moves_for(CHUNK_STEP_ROWS[0])
+        self._run_packed(*self._packed([], None, moves, chunks), moves, 1)
+
+    def _computed(self, pending: Sequence[PendingChunk]) -> None:
+        """Publish chunks whose forward was launched."""
+        for chunk in pending:
+            self._publish(chunk)
+        self._pending.clear()
 
     def _run_packed(
         self,
@@ -259,9 +335,13 @@ class StepLauncher(NativeRunner):
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
         self._ahead = None  # a page that it wrote to may be free by now, and may be written
         with self._here():
-            self._up({})
             super()._extend(seq, tokens)
-            self.flush()
+
+    def flush(self) -> None:
+        """Compute all prefill that was put off; see `NativeRunner`."""
+        if self._pending:
+            with self._here():
+                super().flush()
 
     def _moment(self) -> DeviceMoment:
         """Note when the device reaches this point of its work; on a CPU that is now."""

@@ -3,9 +3,9 @@
 Owns the order of the sections and their padding. A step has rows that are sampled, and behind them rows of prompts. A
 sampled row reads the positions before `shared` through its group's page table, the others, itself last, through its own
 path. A prompt's row reads all its positions through the page table of its tile. Sampling parameters and pending moves
-of KV slots are sections, too. Page tables come last, as their length varies. Invariants: the bucket alone decides where a section lies, so a captured graph reads every step of a bucket through
-the same views. A row's position alone decides `shared`, unless its tail is too deep: the part that does not lie at its
-own positions may have one group at most.
+of KV slots are sections, too. Page tables come last, as their length varies. Invariants: the bucket alone decides where
+a section lies, so a captured graph reads every step of a bucket through the same views. A row's position alone decides
+`shared`, unless its tail is too deep: the part that does not lie at its own positions may have one group at most.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ ALL_ROWS = 3  # sections with one number per row, those of prompts included: tok
 PER_ROW = 5  # the same and those of sampled rows: shared, own_count
 # sections, by number
 ROWS_SECTION, CHOICE_SECTION, GROUPS_SECTION, OWN_SECTION, COUNTS_SECTION, MOVES_SECTION, TILES_SECTION = range(7)
-# entries of the section of counts: moves; depth of the deepest row; most shared positions of a row; rows in use
-MOVED_COUNT, DEPTH_COUNT, SHARED_COUNT, USED_COUNT = range(4)
+# entries of the section of counts: moves; depth of the deepest row; most shared positions of a row; rows in use, with
+# padding of sampled rows and with rows of prompts; sampled rows without padding
+MOVED_COUNT, DEPTH_COUNT, SHARED_COUNT, USED_COUNT, SAMPLED_COUNT = range(5)
 SHIFT = PAGE.bit_length() - 1
 ROOT_ROW, NO_ROW = -1, -2  # values of `said`: the row is a root, the row can never be accepted
 ONE = int(np.float32(1.0).view(np.int32))
@@ -121,9 +122,24 @@ def chunk_step_rows(rows: int) -> int:
     return next(padded for padded in CHUNK_STEP_ROWS if padded >= rows)
 
 
+def fitting_chunks(chunks: Sequence[ChunkRows], rows: int, tile_rows: int) -> tuple[list[ChunkRows], list[ChunkRows]]:
+    """Return the rows of prompts that fit into a step with `rows` sampled rows, in their order, and the others."""
+    room, taken, used, tiles = MOST_TOTAL_ROWS - chunk_step_rows(rows), list[ChunkRows](), 0, 0
+    for at, chunk in enumerate(chunks):
+        count = min(len(chunk.tokens), room - used)
+        used, tiles = used + count, tiles + -(-count // tile_rows)
+        if not count or tiles > most_tiles(used):  # the bucket is not smaller, so it has as many tiles
+            return taken, list(chunks[at:])
+        if count < len(chunk.tokens):
+            first, rest = chunk.cut(count)
+            return [*taken, first], [rest, *chunks[at + 1 :]]
+        taken.append(chunk)
+    return taken, []
+
+
 def most_tiles(chunk: int) -> int:
     """Return how many tiles a step of `chunk` rows of prompts can have."""
-    return chunk // (LEAST_TILE_ROWS // 2) + ALIGNED // 4 if chunk else 0
+    return chunk // 4 + LEAST_TILE_ROWS if chunk else 0
 
 
 def most_moves(rows: int) -> int:
@@ -207,7 +223,7 @@ def pack(
         _write_groups(work, groups, [end - fixed for end in ends], GROUP_ROWS if len(groups) < bucket.rows else 0)
         written = (*all_rows[1:, :rows], *per_row[: PER_ROW - ALL_ROWS, :rows])
         _write_paths(work, written, own[:rows])
-        counts[SHARED_COUNT] = per_row[0, :rows].max()
+        counts[SHARED_COUNT], counts[SAMPLED_COUNT] = per_row[0, :rows].max(), rows
     if choosing is not None:
         for field, numbers in enumerate(choosing, PER_ROW - ALL_ROWS):
             per_row[field, :rows] = numbers

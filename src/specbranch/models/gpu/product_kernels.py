@@ -10,9 +10,9 @@ A layer writes the residual stream twice: as it is, and times the next norm's we
 Each tile writes the sum of its squares; the next product divides by their root. STORED is 0 for plain weights, 8
 for int8 with a scale for each output, and 4 for int4 with a scale for each 128 inputs. With BOXED, x and w are tensor
 descriptors, whose boxes the memory unit of a Hopper GPU copies by itself (TMA); bits are the same. UNIT is the loop
-step of a product's tiling for few rows, at multiples of which its split-K parts begin with every tiling. Buffers have whole tiles
-of rows: padding rows are computed, too, and nobody reads them. If kernels may start early (EARLY), each waits for the
-end of the one before it before it reads anything. It lets the next one start when it has read all it needs.
+step of a product's tiling for few rows: split-K parts begin at multiples of it with every tiling. Buffers have whole
+tiles of rows: padding rows are computed, too, and nobody reads them. If kernels may start early (EARLY), each waits for
+the end of the one before it before it reads anything. It lets the next one start when it has read all it needs.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -257,7 +257,7 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, count
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
-    if CHUNKS:
+    if CHUNKS:  # noqa: SIM102 – the outer one is decided by the compiler
         if first >= tl.load(counts + USED_COUNT):
             return
     tile = tl.program_id(1)
@@ -319,7 +319,7 @@ def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, count
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
-    if CHUNKS:
+    if CHUNKS:  # noqa: SIM102 – the outer one is decided by the compiler
         if first >= tl.load(counts + USED_COUNT):
             return
     tile = tl.program_id(1)
@@ -384,7 +384,7 @@ def gated(x, w, bias, scale, squares, out, counts, eps, rows, N, K,
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
-    if CHUNKS:
+    if CHUNKS:  # noqa: SIM102 – the outer one is decided by the compiler
         if first >= tl.load(counts + USED_COUNT):
             return
     i = tl.arange(0, TILE)

@@ -55,7 +55,7 @@ class Texts:
         own.clamp_(max=self.memory.data.shape[0] * PAGE - 1)  # what lies beyond a row's count is not read
         tables = torch.arange(len(rows) * self._pages, dtype=torch.int32, device=rows.device)
         groups = torch.stack((rows, torch.ones_like(rows), rows * self._pages), dim=1)
-        counts = torch.zeros(4, dtype=torch.int32, device=rows.device)
+        counts = torch.full((5,), len(rows), dtype=torch.int32, device=rows.device)
         counts[SHARED_COUNT] = shared.max()
         return Views(
             tokens.int(), at, begin + at, shared, at - shared + 1, groups, tables, own, counts=counts,
