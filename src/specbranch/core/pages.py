@@ -256,11 +256,10 @@ class PrefilledPrompt:
         self._marks: list[bytes] = []  # digests of the pages that `whole` fills
 
     def note(self, text: Sequence[int], start: int, stop: int, prefill_chunk: int) -> None:
-        """Note that prefill has computed a chunk of a text."""
+        """Note that prefill has computed a part of a text, of whole chunks but for its last one."""
         if start != self.whole:
             return
-        if stop - start == prefill_chunk:
-            self.whole = stop
+        self.whole = stop - stop % prefill_chunk
         pool = self.table.pool
         for at, digest in enumerate(list(self._digests(text, stop, prefill_chunk)), len(self._marks)):
             if (at + 1) * pool.size <= self.whole:
