@@ -69,6 +69,7 @@ class RecordedPair:
         running: Running | None = None,
         context_length: int | None = None,
         texts: Path | None = None,
+        max_num_batched_tokens: int | None = None,
     ) -> None:
         """Load the pair.
 
@@ -95,6 +96,7 @@ class RecordedPair:
                         draft_weights=running.draft_weights,
                         cache_dtype=running.cache_dtype,
                         context_length=context_length,
+                        max_num_batched_tokens=max_num_batched_tokens,
                         predictor=predictor,
                         keep_experience=keep_experience,
                         prefix_cache=False,  # every run prefills its prompt, so that TTFT is comparable
