@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -15,7 +16,7 @@ from specbranch.answer import Answer, Chunk, Output, gather
 from specbranch.assembly import ModelChoice, Parts, assemble, chosen_draft, chosen_target, cost_profile, experience_key
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile
-from specbranch.config import OVERLAPPING, ExecutorName, LoadOptions, SamplingParams, SpeculativeConfig
+from specbranch.config import OVERLAPPING, ExecutorName, LoadOptions, SamplingParams, SpeculativeConfig, WarmUpName
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import DraftState, Loop, RoundLimits
 from specbranch.core.methods import find_method
@@ -90,7 +91,7 @@ class LLMView:
         if there is a draft, else "auto". `speculative=False` is plain decoding, unless `method` is given.
         """
         config = resolve(speculative, method, self.core.models.has_draft)
-        return LLMView(self.core, self.core.decoding(config), self.max_batch)
+        return LLMView(self.core, self.core.decoding(config, warm_up=True), self.max_batch)
 
     def modelled(self, clock: str) -> LLMView:
         """Return a view on the same models with a simulated clock, which charges the times of a cost profile.
@@ -219,10 +220,11 @@ class LLM(LLMView):
         executor: ExecutorName = "serial",
         device: str | None = None,
         dtype: str | None = None,
+        warm_up: WarmUpName | None = None,
         options: LoadOptions | Mapping[str, Any] | None = None,
         **older: Any,
     ) -> None:
-        """Load the models.
+        """Load the models, and get them ready for the first answer.
 
         Args:
             target: a known name, a folder, a GGUF file or a Hub id. Default: the target of the default pair.
@@ -235,10 +237,14 @@ class LLM(LLMView):
                 "streams" runs both at once on GPUs.
             device: "cpu", "cuda" or "cuda:N". Default: a GPU if there is one.
             dtype: the precision of computing. Default: float32 on a CPU, bfloat16 on a GPU.
+            warm_up: "full" compiles a GPU's kernels and captures its CUDA graphs now; "lazy" does so when a step first
+                occurs, for scripts that ask once. Default: that of `options`, which is "full".
             options: all other options, a `LoadOptions` or a mapping with its names.
             older: names of `options` that were arguments once. They still work, with a DeprecationWarning.
         """
         load_options = with_older(LoadOptions, options, older, "LLM")
+        if warm_up is not None:
+            load_options = replace(load_options, warm_up=warm_up)
         self.target, draft_name = chosen_models(pair, target, draft)
         profile = cost_profile(load_options.clock, self.target, draft_name, load_options.force_profile)
         config = resolve(speculative, method, draft_name is not None)
@@ -251,8 +257,11 @@ class LLM(LLMView):
         file = _experience_file(target_choice, draft_choice, executor, parts) if saves else None
         costs = profile or _learned_costs(parts.verifier.runner, executor in OVERLAPPING)
         predictor = EnginePredictor(load_options.predictor, self.target, draft_name, parts.verifier)
-        core = _core(LoadedModels(parts, draft_choice is not None, predictor), costs, file)
-        super().__init__(core, core.decoding(config), _batch_limit(load_options.max_batch, parts.verifier.runner))
+        max_batch = _batch_limit(load_options.max_batch, parts.verifier.runner)
+        warmed_sessions = max_batch if load_options.warm_up == "full" else 0
+        models = LoadedModels(parts, draft_choice is not None, predictor, warmed_sessions=warmed_sessions)
+        core = _core(models, costs, file)
+        super().__init__(core, core.decoding(config, warm_up=True), max_batch)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -273,6 +282,11 @@ class LLM(LLMView):
     def draft_state(self) -> DraftState:
         """What the draft can do now: "ready", "starting", "busy", "lost", or "none" if there is no draft."""
         return self._parts.executor.draft_state
+
+    @property
+    def late_captures(self) -> int:
+        """How often a CUDA graph was captured, or a kernel compiled, in the middle of an answer. On a CPU it is 0."""
+        return self.core.late_captures
 
     @property
     def runner(self) -> str:

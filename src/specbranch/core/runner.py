@@ -299,6 +299,15 @@ class ReceivesTrees(Protocol):
 
 
 @runtime_checkable
+class TimesForwards(Protocol):
+    """A Runner that knows how long its forwards take before it has run one."""
+
+    def forward_seconds(self, rows: int) -> float | None:
+        """Return the seconds of a forward of this many rows; None: unknown."""
+        ...
+
+
+@runtime_checkable
 class PadsForwards(Protocol):
     """A Runner that pads its forwards, so that some more rows cost nothing."""
 

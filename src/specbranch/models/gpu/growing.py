@@ -7,13 +7,14 @@ of a growth that was broken off are not in the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
 from specbranch.core.noise import keys
+from specbranch.core.pages import PAGE
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Done, Growing
 from specbranch.core.slots import ROOT, Slots
@@ -109,6 +110,17 @@ class TreeGrower:
     def choose(self, bucket: Bucket, read: TextRead | None = None) -> None:
         """Let the device choose the first step of a tree whose text is computed already."""
         self.tree.grow(None if read is None else read.results, self._graphs.input, bucket)
+
+    def warm_up(self, buckets: Iterable[Bucket]) -> None:
+        """Compile `choose` for steps of these buckets, on no tree; without a GPU there is nothing to compile."""
+        if self._transfer.device.type != "cuda":
+            return
+        before = self.tree.state.clone()
+        for bucket in {self.bucket(bucket.pages * PAGE) for bucket in buckets}:
+            self.tree.clear()
+            self.choose(bucket)
+        self.tree.state.copy_(before)
+        self.tree.forget_reported()
 
     def steps(self, bucket: Bucket, done: Done, launch: Callable[[Bucket], None]) -> tuple[list[int], int]:
         """Launch the steps that the device chooses; returns the nodes of each, and the nodes of the tree at the end."""

@@ -1,0 +1,226 @@
+"""Warm-up of a model on a GPU: which kinds of steps it can meet, and the code that runs outside their graphs.
+
+Owns the list of kinds for some sizes of forwards, and its order. Does not own captures and times (`step.py`).
+Invariants: buckets come from `layout.bucket_of`, so the list follows the packing of steps. After a warm-up no ordinary
+round captures a graph or compiles a kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+from specbranch.config import SamplingParams
+from specbranch.core.orders import Context, Verify
+from specbranch.core.pages import PAGE, Pool
+from specbranch.core.request import Request
+from specbranch.core.runner import Ask, Feed, Runner, Trial
+from specbranch.core.slots import ROOT
+from specbranch.core.warm_up import ForwardSizes, StepTime
+from specbranch.errors import SpecBranchError
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.step_rows import Rows
+from specbranch.models.gpu.layout import MOST_STEP_ROWS, Bucket, bucket_of, power_of_four, power_of_two
+from specbranch.models.gpu.step import Graphs, StepKind, described, serves
+from specbranch.models.gpu.tree_layout import ENTRIES, LANES
+from specbranch.models.gpu.trees import growing_bucket
+
+log = logging.getLogger("specbranch")
+
+WARM_UP_SEQUENCE = -2  # of the calls outside graphs; no session has this number, nor `rehearsal.NUMBER`
+WARM_UP_PROMPTS = (256, 40, 1)  # tokens; the last sequence stays open
+# the code outside graphs: filters, penalties and log-probabilities, and rejection sampling
+OUTSIDE_GRAPHS = (
+    Request(SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=1), 0, 2),
+    Request(SamplingParams(temperature=0.9), 0, 2, rule="ratio"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What a model's steps cannot exceed: the smallest bucket, rows of a step, pages of a sequence."""
+
+    least: Bucket
+    rows: int
+    pages: int
+
+
+def kinds_of(sizes: ForwardSizes, limits: StepLimits, layers: int = 0) -> list[StepKind]:
+    """Return the kinds of steps that forwards of some sizes can have, the smallest first.
+
+    `layers`: how many layers' hidden states they return. A kind that another one serves is left out.
+    """
+    count = ENTRIES if sizes.candidates else 1
+    plain = [(bucket, layers, count, False) for bucket in buckets_of(sizes, limits)]
+    growing = [(bucket, 0, ENTRIES, True) for bucket in growing_buckets(limits)] if sizes.trees else []
+    return sorted(chain(plain, growing), key=lambda kind: (_longest(kind[0]), kind[0].rows, kind))
+
+
+def buckets_of(sizes: ForwardSizes, limits: StepLimits) -> set[Bucket]:
+    """Return the buckets of a lone session's steps, and of the steps of several sessions."""
+    alone, together = (min(rows, limits.rows) for rows in (sizes.alone, sizes.together))
+    shapes = {(rows, 1) for rows in _row_counts(alone)}
+    # between two sizes of buckets, the first count of rows and the last have the fewest groups and the most
+    shapes |= {(rows, several) for rows in _row_counts(together) for several in range(2, min(sizes.sessions, rows) + 1)}
+    return {
+        bucket_of(_some_rows(rows, several, pages), limits.least)
+        for rows, several in shapes
+        for pages in _page_counts(limits)
+    }
+
+
+def growing_buckets(limits: StepLimits) -> set[Bucket]:
+    """Return the buckets of steps at whose end a tree grows: those of its text, and its own."""
+    texts = {
+        bucket_of(_some_rows(min(rows, limits.rows), 1, pages), limits.least)
+        for rows in _row_counts(LANES)
+        for pages in _page_counts(limits)
+    }
+    return texts | {growing_bucket(pages * PAGE, limits.least) for pages in _page_counts(limits)}
+
+
+def received_buckets(limits: StepLimits) -> set[Bucket]:
+    """Return the buckets of steps that verify a tree which has grown on the device."""
+    return {bucket for bucket in growing_buckets(limits) if bucket.rows <= max(LANES, limits.least.rows)}
+
+
+def needed(kinds: Sequence[StepKind]) -> list[StepKind]:
+    """Leave out kinds that another one serves."""
+    unique = list(dict.fromkeys(kinds))
+    return [kind for kind in unique if not any(other != kind and serves(other, kind) for other in unique)]
+
+
+def step_times(graphs: Graphs) -> list[StepTime]:
+    """Return the times of all kinds that a warm-up has captured, the smallest first."""
+    ordered = sorted(graphs.seconds.items(), key=lambda timed: (timed[0][0].rows, timed[0]))
+    return [StepTime(described(kind), kind[0].rows, seconds) for kind, seconds in ordered]
+
+
+def forward_seconds(graphs: Graphs, rows: int) -> float | None:
+    """Return the seconds of a step of this many rows without context; None: it was not timed.
+
+    Of several kinds with as many rows the slowest counts. More rows than the largest kind take several steps.
+    """
+    found: dict[int, float] = {}
+    for (bucket, _, _, grows), seconds in graphs.seconds.items():
+        if not grows:
+            found[bucket.rows] = max(found.get(bucket.rows, 0.0), seconds)
+    if not found:
+        return None
+    most = max(found)
+    whole, rest = divmod(rows, most)
+    fitting = min((size for size in found if size >= rest), default=most) if rest else None
+    return whole * found[most] + (found[fitting] if fitting is not None else 0.0)
+
+
+def run_outside_graphs(runner: Runner) -> None:
+    """Run once what no graph contains: prefill, filters and penalties, both rules, moves of KV slots.
+
+    If there is no memory for that, it is left out: the first request that needs it takes a little longer.
+    """
+    for request in OUTSIDE_GRAPHS:
+        try:
+            with suppress(SpecBranchError):
+                _run_request(runner, request)
+        finally:
+            _closed(runner)
+
+
+def _run_request(runner: Runner, request: Request) -> None:
+    for length in WARM_UP_PROMPTS:
+        _closed(runner)
+        runner.open(WARM_UP_SEQUENCE, request)
+        runner.extend(WARM_UP_SEQUENCE, (0,) * min(length, runner.context_length // 2))
+    runner.propose([Feed(WARM_UP_SEQUENCE, (0,), (ROOT,))], [Ask(WARM_UP_SEQUENCE, 0, width=4)])
+    on = Context(0, tuple(runner.slots(WARM_UP_SEQUENCE).prefix))
+    trial = Trial(WARM_UP_SEQUENCE, Verify(on, (0, 0), (ROOT, ROOT)), 0, (1, 2), logprobs=request.params.logprobs)
+    runner.verify([Feed(WARM_UP_SEQUENCE, (0, 0), (0, 0))], [trial])()
+    runner.keep(WARM_UP_SEQUENCE, (0, 2), 2)  # node 2 moves to the place of node 1
+    runner.feed([Feed(WARM_UP_SEQUENCE, (0,), (ROOT,))])
+
+
+def _closed(runner: Runner) -> None:
+    with suppress(KeyError):
+        runner.close(WARM_UP_SEQUENCE)
+
+
+def _row_counts(most: int) -> list[int]:
+    """Return the smallest and the largest number of rows of each size of bucket, up to that of `most` rows."""
+    sizes = sorted({power_of_four(rows) for rows in range(1, most + 1)})
+    return sorted({1, *chain.from_iterable((before + 1, min(size, most)) for before, size in pairwise((0, *sizes)))})
+
+
+def _page_counts(limits: StepLimits) -> list[int]:
+    """Return the padded lengths of page tables."""
+    most, found = power_of_two(limits.pages), [limits.least.pages]
+    while found[-1] < most:
+        found.append(found[-1] * 2)
+    return found
+
+
+def _longest(bucket: Bucket) -> int:
+    """Return what orders buckets before their rows: common steps come first."""
+    return bucket.pages
+
+
+def _some_rows(rows: int, sequences: int, pages: int) -> list[Rows]:
+    """Return rows of several sequences behind a text that fills this many pages; only their sizes have a meaning."""
+    table = Table(Pool(0))
+    counts = (rows - sequences + 1, *(1,) * (sequences - 1))
+    return [Rows(table, (0,) * count, pages * PAGE - count, 0, ()) for count in counts]
+
+
+class KernelWatch:
+    """Counts kernels that Triton compiles outside a capture, for the model that was loaded last."""
+
+    def __init__(self) -> None:
+        self._graphs: weakref.ref[Graphs] | None = None
+        self._hooked = False
+
+    def count_for(self, graphs: Graphs) -> None:
+        """Count them as late captures of these graphs from now on."""
+        self._graphs = weakref.ref(graphs)
+        if not self._hooked and graphs.captures:
+            self._hooked = _hook_triton(self._compiled)
+
+    def _compiled(self, **about: Any) -> None:
+        graphs = None if self._graphs is None else self._graphs()
+        if graphs is not None and not graphs.capturing:
+            graphs.late += 1
+            log.info("Triton compiled a kernel outside a warm-up: %s.", about.get("repr", ""))
+
+
+KERNEL_WATCH = KernelWatch()
+
+
+def _hook_triton(hook: Any) -> bool:
+    """Have Triton call a function after each compilation; False if it has no such hook."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return False
+    before = getattr(knobs.runtime, "jit_post_compile_hook", None)
+
+    def compiled(*given: Any, **about: Any) -> Any:
+        hook(**about)
+        return before(*given, **about) if before is not None else None
+
+    knobs.runtime.jit_post_compile_hook = compiled
+    return True
+
+
+def limits_of(graphs: Graphs, pages: int) -> StepLimits:
+    """Return the limits of a model's steps; `pages`: of its longest sequence."""
+    return StepLimits(graphs.step.least, min(graphs.step.most_rows, MOST_STEP_ROWS), pages)
+
+
+def kinds_in_order(
+    sizes: ForwardSizes, limits: StepLimits, layers: int, met_before: Sequence[StepKind]
+) -> Iterator[StepKind]:
+    """Yield the kinds to capture: first those that earlier processes met, then all others."""
+    yield from needed([*met_before, *kinds_of(sizes, limits, layers)])
