@@ -28,6 +28,7 @@ from specbranch.decoding import Decoding, Speculative, resolve
 from specbranch.engine_core import EngineCore, LoadedModels, PromptLike, raise_failure
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
+from specbranch.exec.forward_sizes import draft_sizes
 from specbranch.experiences import ExperienceFile, Experiences, experience_folder
 from specbranch.hrad.engine_predictor import EnginePredictor
 from specbranch.older_names import with_older
@@ -248,18 +249,19 @@ class LLM(LLMView):
         self.target, draft_name = chosen_models(pair, target, draft)
         profile = cost_profile(load_options.clock, self.target, draft_name, load_options.force_profile)
         config = resolve(speculative, method, draft_name is not None)
-        uses_draft = find_method(config.method or "", draft_name is not None).uses_draft
+        chosen = find_method(config.method or "", draft_name is not None)
         target_choice = chosen_target(self.target, device, dtype, load_options)
-        draft_choice = chosen_draft(draft_name, target_choice, load_options) if uses_draft else None
-        parts = assemble(target_choice, draft_choice, executor, profile)
+        draft_choice = chosen_draft(draft_name, target_choice, load_options) if chosen.uses_draft else None
+        full = load_options.warm_up == "full"
+        sizes = draft_sizes(chosen, config, load_options.max_batch or MAX_BATCH) if full else None
+        parts = assemble(target_choice, draft_choice, executor, profile, sizes)
         self.cache_dtype = load_options.cache_dtype
         saves = load_options.keep_experience and profile is None
         file = _experience_file(target_choice, draft_choice, executor, parts) if saves else None
         costs = profile or _learned_costs(parts.verifier.runner, executor in OVERLAPPING)
         predictor = EnginePredictor(load_options.predictor, self.target, draft_name, parts.verifier)
         max_batch = _batch_limit(load_options.max_batch, parts.verifier.runner)
-        warmed_sessions = max_batch if load_options.warm_up == "full" else 0
-        models = LoadedModels(parts, draft_choice is not None, predictor, warmed_sessions=warmed_sessions)
+        models = LoadedModels(parts, draft_choice is not None, predictor, warmed_sessions=max_batch if full else 0)
         core = _core(models, costs, file)
         super().__init__(core, core.decoding(config, warm_up=True), max_batch)
 

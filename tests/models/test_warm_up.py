@@ -40,6 +40,7 @@ SHAPINGS = (
     {"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.4},
     {"temperature": 0.0, "logprobs": 2},
 )
+QUICK = {("autoregressive", 1), ("autoregressive", 64), ("specbranch", 1), ("specbranch", 3), ("speculative", 4)}
 Pair = tuple[RecordingRunner, RecordingRunner]
 
 
@@ -113,7 +114,7 @@ def late(pair: Pair) -> int:
 def each_method_and_size() -> Iterator[object]:
     for method in METHODS:
         for sessions in ALL_SIZES if method in ("autoregressive", "specbranch") else (1, 4, 16):
-            quick = sessions in (1, 3, 4) or (method == "autoregressive" and sessions == 64)
+            quick = (method, sessions) in QUICK
             yield pytest.param(method, sessions, marks=() if quick else pytest.mark.slow)
 
 
@@ -133,6 +134,30 @@ def test_nothing_is_captured_by_the_ratio_rule(method: str, pair: Pair) -> None:
     executor = warmed(pair, method, 4)
     decode(executor, method, 4, rule="ratio")
     assert late(pair) == 0
+
+
+class NoForecast:
+    def signal(self, said: tuple[float, ...] | None, position: int) -> None:
+        return None
+
+
+def test_nothing_is_captured_when_steps_return_hidden_states(pair: Pair) -> None:
+    target, draft = pair
+    config = SpeculativeConfig(method="specbranch", policy="paper", num_speculative_tokens=4)
+    method = METHODS["specbranch"]
+    target.probe(2, lambda states: states[:, :3])
+    target.warm_up(target_sizes(method, config, 3, hidden=True))
+    draft.warm_up(draft_sizes(method, config, 3))
+    loop = Loop(Serial(Verifier(target, NoForecast()), Drafter(draft)))
+    for number in range(3):
+        prompt = some_tokens(9, seed=number)
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        request = Request(params, number, len(prompt), wants_forecast=number < 2)
+        session = Session(number, prompt, request, 200)
+        loop.join(session, method.start(session, config, Timeless(SHARED)))
+    run_out(loop)
+    assert late(pair) == 0
+    assert {kind[1] for kind in target.graphs.captured} == {2}  # they serve steps without hidden states, too
 
 
 def test_nothing_is_captured_when_a_text_is_scored(pair: Pair) -> None:

@@ -160,6 +160,7 @@ class Graphs:
         self.late = 0  # kinds captured when they were met, and kernels compiled outside a capture
         self.capturing = False
         self.notes_met = True  # False while a warm-up runs steps
+        self.warm_up_bytes = 0  # of the device, taken by graphs that a warm-up captured
         self.seconds: dict[StepKind, float] = {}  # of a step of padding, for each kind of a warm-up
         self._outs: dict[int, Tensor] = {}  # by number of layers with hidden states; 0: logits
         self._warmed: dict[StepKind, Captured] = {}  # these stay
@@ -201,6 +202,7 @@ class Graphs:
         If the memory does not suffice, it captures no more, and gives up the last one so that some memory is left.
         """
         wanted = list(dict.fromkeys(kinds)) if self.captures else []
+        start, free = time.perf_counter(), self._free_bytes()
         for number, kind in enumerate(wanted):
             log.info("capturing CUDA graphs", extra={"done": number, "of": len(wanted)})
             if kind in self._warmed:
@@ -210,7 +212,11 @@ class Graphs:
             except torch.OutOfMemoryError:
                 self._give_up(wanted[max(number - 1, 0) :])
                 break
-        return sum(kind in self._warmed for kind in wanted)
+        ready = sum(kind in self._warmed for kind in wanted)
+        self.warm_up_bytes += free - self._free_bytes()
+        seconds, megabytes = time.perf_counter() - start, self.warm_up_bytes / 1e6
+        log.info("%d CUDA graphs are ready after %.1f s; they take %.0f MB.", ready, seconds, megabytes)
+        return ready
 
     def run(self, packed: np.ndarray | Tensor, bucket: Bucket) -> Tensor:
         """Copy a packed step up, run it, and return its logits."""
@@ -266,6 +272,9 @@ class Graphs:
             "first occur, which delays that answer. Lower max_batch, cache_tokens or context_length.",
             len(kinds),
         )
+
+    def _free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0]) if self._device.type == "cuda" else 0
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
