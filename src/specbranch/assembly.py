@@ -276,8 +276,9 @@ def drafter_recipe(choice: ModelChoice, vocabulary: int, warm_up: ForwardSizes |
 def make_drafter_by(choice: Mapping[str, Any], vocabulary: int, warm_up: Mapping[str, Any] | None = None) -> Drafter:
     """Make a draft worker from plain values, in a process of its own, and warm it up."""
     drafter = make_drafter(ModelChoice(**choice), vocabulary)
-    for runner in warming((drafter.runner,)) if warm_up is not None else ():
-        runner.warm_up(ForwardSizes(**warm_up))
+    if warm_up is not None:
+        for runner in warming((drafter.runner,)):
+            runner.warm_up(ForwardSizes(**warm_up))
     return drafter
 
 

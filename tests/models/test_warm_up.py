@@ -26,7 +26,7 @@ from specbranch.exec.verifier import Verifier
 from specbranch.models.gpu.kinds_file import KindsFile
 from specbranch.models.gpu.layout import SMALLEST_BUCKET, Bucket
 from specbranch.models.gpu.step import StepKind, serves
-from specbranch.models.gpu.warm_up import needed
+from specbranch.models.gpu.warm_up import OUTSIDE_GRAPHS, needed, run_request
 from specbranch.models.loading import load_native
 from tiny_models import saved, some_tokens, tiny
 from toybench import PROFILE, SHARED, Timeless, run_out
@@ -318,6 +318,16 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pyt
     (tmp_path / "file").write_text("")
     KindsFile({}, tmp_path / "file").add([(bucket(4, 1), 0, 1, False)])
     assert "cannot be saved" in caplog.text
+
+
+@pytest.mark.parametrize("request_", OUTSIDE_GRAPHS, ids=["shaped", "ratio"])
+def test_what_no_graph_contains_runs_once_and_leaves_nothing(request_: Request, pair: Pair) -> None:
+    for runner in pair:
+        runner.prefix_cache = False
+        free = runner.kv_slots_free
+        run_request(runner, request_)
+        runner.check()
+        assert runner.kv_slots_free == free
 
 
 def test_on_a_cpu_there_is_nothing_to_warm_up(folders: tuple[Path, Path]) -> None:

@@ -20,7 +20,7 @@ from specbranch.cli.bench_regret import regret
 from specbranch.cli.options import TABLES
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.clock.shipped import shipped_profiles
-from specbranch.config import ExecutorName, check_warm_up
+from specbranch.config import ExecutorName, WarmUpName, check_warm_up
 from specbranch.errors import BadParameter
 from specbranch.lab.bench.methods import OTHER_ENGINES, listed
 from specbranch.lab.bench.presets import DEFAULTS, PRESET_HELP, PRESETS, with_preset
@@ -352,7 +352,7 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     with TemporaryDirectory() as recipes, counted() as progress:
         subject = make_subject(order, running, Path(recipes))
         target, draft, title = subject.target, subject.draft, subject.title
-        warm_up = "lazy" if given["clock"] else given["warm_up"] or "full"
+        warm_up: WarmUpName = "lazy" if given["clock"] else given["warm_up"] or "full"
         with RecordedPair(
             target=target,
             draft=draft,

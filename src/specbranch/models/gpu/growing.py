@@ -14,7 +14,6 @@ import numpy as np
 from torch import Tensor
 
 from specbranch.core.noise import keys
-from specbranch.core.pages import PAGE
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Done, Growing
 from specbranch.core.slots import ROOT, Slots
@@ -112,11 +111,11 @@ class TreeGrower:
         self.tree.grow(None if read is None else read.results, self._graphs.input, bucket)
 
     def warm_up(self, buckets: Iterable[Bucket]) -> None:
-        """Compile `choose` for steps of these buckets, on no tree; without a GPU there is nothing to compile."""
+        """Compile `choose` for the steps of a tree, on no tree; without a GPU there is nothing to compile."""
         if self._transfer.device.type != "cuda":
             return
         before = self.tree.state.clone()
-        for bucket in {self.bucket(bucket.pages * PAGE) for bucket in buckets}:
+        for bucket in buckets:
             self.tree.clear()
             self.choose(bucket)
         self.tree.state.copy_(before)

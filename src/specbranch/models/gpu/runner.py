@@ -41,7 +41,7 @@ from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, Tr
 from specbranch.models.gpu.stream_clock import DeviceMoment
 from specbranch.models.gpu.tree_layout import ENTRIES, TREE_MOVES
 from specbranch.models.gpu.trees import DeviceTree
-from specbranch.models.gpu.warm_up import limits_of, received_buckets
+from specbranch.models.gpu.warm_up import limits_of, received_buckets, tree_buckets
 from specbranch.models.sampling import sample, verdict
 from specbranch.models.sampling.logit_rows import TensorRow
 from specbranch.models.sampling.sampler import proposed
@@ -440,7 +440,7 @@ class GpuRunner(StepLauncher):
 
     def _warm_up_kernels(self) -> None:
         """Compile the kernel that chooses a tree's first step: it runs outside graphs."""
-        self._grower.warm_up(received_buckets(limits_of(self._graphs, self._most_pages)))
+        self._grower.warm_up(tree_buckets(limits_of(self._graphs, self._most_pages)))
 
     def _close(self, seq: int) -> None:
         self._chains.forget()

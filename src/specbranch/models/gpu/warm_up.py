@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -29,11 +29,12 @@ from specbranch.models.gpu.layout import MOST_STEP_ROWS, Bucket, bucket_of, powe
 from specbranch.models.gpu.step import Graphs, StepKind, described, serves
 from specbranch.models.gpu.tree_layout import ENTRIES, LANES
 from specbranch.models.gpu.trees import growing_bucket
+from specbranch.models.runners.native import NativeRunner
 
 log = logging.getLogger("specbranch")
 
 WARM_UP_SEQUENCE = -2  # of the calls outside graphs; no session has this number, nor `rehearsal.NUMBER`
-WARM_UP_PROMPTS = (256, 40, 1)  # tokens; the last sequence stays open
+WARM_UP_PROMPTS = (256, 40, 1)  # tokens; behind the last one tokens are decoded
 # the code outside graphs: filters, penalties and log-probabilities, and rejection sampling
 OUTSIDE_GRAPHS = (
     Request(SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=1), 0, 2),
@@ -81,7 +82,12 @@ def growing_buckets(limits: StepLimits) -> set[Bucket]:
         for rows in _row_counts(LANES)
         for pages in _page_counts(limits)
     }
-    return texts | {growing_bucket(pages * PAGE, limits.least) for pages in _page_counts(limits)}
+    return texts | tree_buckets(limits)
+
+
+def tree_buckets(limits: StepLimits) -> set[Bucket]:
+    """Return the buckets of the steps of a tree that grows on the device."""
+    return {growing_bucket(pages * PAGE, limits.least) for pages in _page_counts(limits)}
 
 
 def received_buckets(limits: StepLimits) -> set[Bucket]:
@@ -118,34 +124,52 @@ def forward_seconds(graphs: Graphs, rows: int) -> float | None:
     return whole * found[most] + (found[fitting] if fitting is not None else 0.0)
 
 
-def run_outside_graphs(runner: Runner) -> None:
+def run_outside_graphs(runner: NativeRunner) -> None:
     """Run once what no graph contains: prefill, filters and penalties, both rules, moves of KV slots.
 
     If there is no memory for that, it is left out: the first request that needs it takes a little longer.
     """
     for request in OUTSIDE_GRAPHS:
-        try:
-            with suppress(SpecBranchError):
-                _run_request(runner, request)
-        finally:
-            _closed(runner)
+        with _without_prefix_cache(runner), suppress(SpecBranchError):
+            run_request(runner, request)
 
 
-def _run_request(runner: Runner, request: Request) -> None:
+def run_request(runner: Runner, request: Request) -> None:
+    """Prefill prompts of some lengths, propose, verify and move; nothing is left of that."""
     for length in WARM_UP_PROMPTS:
-        _closed(runner)
-        runner.open(WARM_UP_SEQUENCE, request)
-        runner.extend(WARM_UP_SEQUENCE, (0,) * min(length, runner.context_length // 2))
-    runner.propose([Feed(WARM_UP_SEQUENCE, (0,), (ROOT,))], [Ask(WARM_UP_SEQUENCE, 0, width=4)])
-    on = Context(0, tuple(runner.slots(WARM_UP_SEQUENCE).prefix))
-    trial = Trial(WARM_UP_SEQUENCE, Verify(on, (0, 0), (ROOT, ROOT)), 0, (1, 2), logprobs=request.params.logprobs)
-    runner.verify([Feed(WARM_UP_SEQUENCE, (0, 0), (0, 0))], [trial])()
-    runner.keep(WARM_UP_SEQUENCE, (0, 2), 2)  # node 2 moves to the place of node 1
-    runner.feed([Feed(WARM_UP_SEQUENCE, (0,), (ROOT,))])
+        with _opened(runner, request):
+            runner.extend(WARM_UP_SEQUENCE, (0,) * min(length, runner.context_length // 2))
+            if length == WARM_UP_PROMPTS[-1]:
+                _decode(runner, request)
 
 
-def _closed(runner: Runner) -> None:
-    with suppress(KeyError):
+def _decode(runner: Runner, request: Request) -> None:
+    seq, logprobs = WARM_UP_SEQUENCE, request.params.logprobs
+    runner.propose([Feed(seq, (0,), (ROOT,))], [Ask(seq, 0, width=4)])
+    on = Context(0, tuple(runner.slots(seq).prefix))
+    runner.verify([], [Trial(seq, Verify(on), 0, (), logprobs=logprobs)])()
+    siblings = Verify(on, (0, 0), (ROOT, ROOT))
+    runner.verify([Feed(seq, (0, 0), (0, 0))], [Trial(seq, siblings, 0, (1, 2), logprobs=logprobs)])()
+    runner.keep(seq, (0, 2), 2)  # node 2 moves to the place of node 1
+    runner.feed([Feed(seq, (0,), (ROOT,))])
+
+
+@contextmanager
+def _without_prefix_cache(runner: NativeRunner) -> Iterator[None]:
+    """Within this context no prompt is kept for later ones."""
+    kept, runner.prefix_cache = runner.prefix_cache, False
+    try:
+        yield
+    finally:
+        runner.prefix_cache = kept
+
+
+@contextmanager
+def _opened(runner: Runner, request: Request) -> Iterator[None]:
+    runner.open(WARM_UP_SEQUENCE, request)
+    try:
+        yield
+    finally:
         runner.close(WARM_UP_SEQUENCE)
 
 
