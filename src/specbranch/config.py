@@ -295,6 +295,9 @@ class LoadOptions:
             Default None: the dtype.
         max_batch: how many prompts of a list are decoded at once. Default None: 64; 1 with the transformers runner,
             which a batch does not speed up.
+        max_num_batched_tokens: the most tokens of one forward of the target, decode rows and prompt tokens together.
+            Default None: as many prompt tokens as measured costs allow. Decode rows always run, and a prompt advances
+            by at least one chunk in a round.
         clock: the name or the file of a cost profile. Decisions are real, but time is what the profile charges.
             Default None: real time.
         force_profile: True accepts a cost profile that was measured with another pair. Default False.
@@ -317,6 +320,7 @@ class LoadOptions:
     cache_tokens: int | None = None
     cache_dtype: str | None = None
     max_batch: int | None = None
+    max_num_batched_tokens: int | None = None
     clock: str | None = None
     force_profile: bool = False
     predictor: str | None = None
@@ -331,6 +335,8 @@ class LoadOptions:
         if self.max_batch is not None:
             check_batch_size(self.max_batch)
         check_warm_up(self.warm_up)
+        if (most := self.max_num_batched_tokens) is not None:
+            _require(_is_count(most, 1), "max_num_batched_tokens", most, "a whole number ≥ 1, or none for the default")
         for name in ("force_profile", "keep_experience", "prefix_cache"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
 

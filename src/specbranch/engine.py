@@ -18,10 +18,11 @@ from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile
 from specbranch.config import OVERLAPPING, ExecutorName, LoadOptions, SamplingParams, SpeculativeConfig, WarmUpName
 from specbranch.core.costs import LearnedCosts
-from specbranch.core.loop import DraftState, Loop, RoundLimits
+from specbranch.core.loop import DraftState, Loop
 from specbranch.core.methods import find_method
 from specbranch.core.orders import TokenLogprobs
-from specbranch.core.runner import PadsForwards, ReceivesTrees, Runner
+from specbranch.core.prefill_budget import RoundLimits
+from specbranch.core.runner import PadsForwards, ReceivesTrees, Runner, TimesForwards
 from specbranch.core.scheduler import Scheduler
 from specbranch.core.session import RoundWatcher
 from specbranch.decoding import Decoding, Speculative, resolve
@@ -42,6 +43,9 @@ __all__ = ["LLM", "Chunk", "LLMView", "Output"]
 
 Params = SamplingParams | Mapping[str, Any] | None
 MAX_BATCH = 64  # the default of `max_batch`
+# Prompt tokens of a round with decode rows until their cost is measured, if prompts may be cut anywhere. Otherwise it
+# is one chunk.
+FIRST_PROMPT_TOKENS = 256
 
 
 class LLMView:
@@ -262,7 +266,7 @@ class LLM(LLMView):
         predictor = EnginePredictor(load_options.predictor, self.target, draft_name, parts.verifier)
         max_batch = _batch_limit(load_options.max_batch, parts.verifier.runner)
         models = LoadedModels(parts, draft_choice is not None, predictor, warmed_sessions=max_batch if full else 0)
-        core = _core(models, costs, file)
+        core = _core(models, costs, file, load_options.max_num_batched_tokens)
         super().__init__(core, core.decoding(config, warm_up=True), max_batch)
 
     @property
@@ -324,14 +328,28 @@ def as_sampling_params(params: Params) -> SamplingParams:
     return params or SamplingParams()
 
 
-def _core(models: LoadedModels, costs: CostProfile | LearnedCosts, file: ExperienceFile | None) -> EngineCore:
-    """Put a queue in front of loaded models."""
+def _core(
+    models: LoadedModels, costs: CostProfile | LearnedCosts, file: ExperienceFile | None, most: int | None
+) -> EngineCore:
+    """Put a queue in front of loaded models; `most`: decode rows and prompt tokens of a round, None: as measured."""
     experiences = Experiences(costs, models.has_draft, file)
-    chunk = models.parts.verifier.runner.prefill_chunk  # a round with decode rows prefills one chunk besides
-    limits = RoundLimits(prefill_chunk=chunk, prompt_tokens=chunk)
-    loop = Loop(models.parts.executor, costs=experiences.learned, limits=limits)
+    runner = models.parts.verifier.runner
+    table = runner if isinstance(runner, TimesForwards) else None
+    loop = Loop(models.parts.executor, costs=experiences.learned, limits=_round_limits(runner, most), table=table)
     weakref.finalize(loop, experiences.write, last=True)  # on the loop, which all views of `using` share
     return EngineCore(models, Scheduler(loop), experiences)
+
+
+def _round_limits(runner: Runner, most: int | None) -> RoundLimits:
+    """Return what a round may hold; `most` as for `_core`."""
+    chunk = runner.prefill_chunk
+    limits = RoundLimits(
+        prefill_chunk=chunk,
+        prompt_tokens=chunk if chunk > 1 else FIRST_PROMPT_TOKENS,
+        prompt_tokens_alone=runner.most_prefill,
+        batched_tokens=most,
+    )
+    return limits if most is None else replace(limits, rows=min(limits.rows, most))
 
 
 def _experience_file(

@@ -46,7 +46,8 @@ class EngineThread:
         self._scheduler = llm.scheduler
         self._scheduler.served = True
         loop = self._scheduler.loop
-        loop.limits = replace(loop.limits, prompt_tokens_alone=CHUNKS_ALONE * loop.limits.prefill_chunk)
+        if loop.limits.prompt_tokens_alone is None:
+            loop.limits = replace(loop.limits, prompt_tokens_alone=CHUNKS_ALONE * loop.limits.prefill_chunk)
         self._open: list[Submission] = []  # not over yet; only the thread uses it
         self._inbox = _Inbox()
         self.snapshot = Snapshot()  # counts of requests and tokens as of the last round

@@ -11,10 +11,11 @@ import pytest
 from paged_toys import PagedToyRunner
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import SpeculativeConfig
-from specbranch.core.loop import KVSlots, Loop, RoundLimits
+from specbranch.core.loop import KVSlots, Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Context, Verify
 from specbranch.core.pages import PageTable, Pool
+from specbranch.core.prefill_budget import RoundLimits
 from specbranch.core.runner import Feed, Trial, Verdicts
 from specbranch.core.scheduler import Scheduler
 from specbranch.core.session import Session

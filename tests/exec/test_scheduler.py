@@ -18,9 +18,10 @@ from paged_toys import PagedToyRunner
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import Rule, SpeculativeConfig
-from specbranch.core.loop import Executor, Loop, RoundLimits
+from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.orders import Orders
+from specbranch.core.prefill_budget import RoundLimits
 from specbranch.core.request import Spot
 from specbranch.core.runner import Feed, Trial, Verdicts
 from specbranch.core.scheduler import Scheduler, Ticket

@@ -50,6 +50,7 @@ def read(runner: NativeRunner, seq: int, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def cache(runner: NativeRunner, seq: int) -> torch.Tensor:
+    runner.flush()
     held = runner._sequences[seq]
     kv_slots = held.table.flat(np.arange(len(held.slots.prefix)))
     return runner.memory.data[kv_slots // PAGE, :, :, :, kv_slots % PAGE].movedim(0, 3).clone()
@@ -77,6 +78,7 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
     runner.open(0, GREEDY)
     runner.extend(0, tokens[:30])
     runner.extend(0, tokens[30:])
+    runner.flush()
     assert [step.positions[0].item() for step in steps] == [0, 30, 100, 200, 300, 400, 500]
     pages, flat = runner._sequences[0].table.pages, runner._sequences[0].table.flat(np.arange(530))
     for step in steps:
@@ -141,6 +143,7 @@ def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(runner.decoder, "store", interrupted)
         runner.extend(0, some_tokens(600))
+        runner.flush()
     runner.check()
     assert len(runner.slots(0)) == 0 and runner.pool.free == free
     runner.extend(0, some_tokens(600))

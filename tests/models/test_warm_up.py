@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from recording_graphs import RecordingRunner, recording
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
+from specbranch.core.pages import Pool
 from specbranch.core.request import Request
 from specbranch.core.rounds import given
 from specbranch.core.runner import TimesForwards
@@ -23,10 +25,12 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.forward_sizes import draft_sizes, target_sizes
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.kinds_file import KindsFile
-from specbranch.models.gpu.layout import SMALLEST_BUCKET, Bucket
+from specbranch.models.gpu.layout import MOST_TOTAL_ROWS, SMALLEST_BUCKET, Bucket, bucket_of, chunk_step_rows
 from specbranch.models.gpu.step import StepKind, serves
-from specbranch.models.gpu.warm_up import OUTSIDE_GRAPHS, needed, run_request
+from specbranch.models.gpu.warm_up import OUTSIDE_GRAPHS, StepLimits, kinds_of, needed, run_request
 from specbranch.models.loading import load_native
 from tiny_models import saved, some_tokens, tiny
 from toybench import PROFILE, SHARED, Timeless, run_out
@@ -272,6 +276,23 @@ def test_a_graph_with_more_results_serves_a_kind_with_fewer() -> None:
     assert not serves((bucket(16, 1), 0, 8, False), (four, 0, 8, False))
     kinds: list[StepKind] = [(four, 0, 1, False), (four, 0, 8, False), (four, 0, 8, True)]
     assert needed(kinds) == kinds[1:]
+
+
+@pytest.mark.parametrize("sessions, candidates", [(1, False), (16, False), (64, False), (64, True)])
+def test_steps_with_rows_of_prompts_are_among_the_kinds(sessions: int, candidates: bool) -> None:
+    sizes = ForwardSizes("specbranch", sessions, 32, min(32 * sessions, 512), candidates)
+    limits = StepLimits(SMALLEST_BUCKET, 512, chunks=True)
+    kinds, rng = set(kinds_of(sizes, limits)), random.Random(sessions)
+    most = 0 if candidates else 1 if sessions == 1 else sizes.together  # sampled rows beside those of prompts
+    for _ in range(300):
+        rows = rng.randint(0, most)
+        several = rng.randint(1, max(min(sessions, rows), 1))
+        counts = (rows - several + 1, *(1,) * (several - 1))
+        work = [Rows(Table(Pool(0)), (0,) * count, 0, 0, ()) for count in counts if count]
+        chunk = rng.choice((1, 2, 17, 42, 300, rng.randint(1, 1500), MOST_TOTAL_ROWS - chunk_step_rows(rows)))
+        assert (bucket_of(work, SMALLEST_BUCKET, chunk), 0, 1, False) in kinds
+    without = kinds_of(sizes, StepLimits(SMALLEST_BUCKET, 512, chunks=False))
+    assert {kind for kind in kinds if not kind[0].chunk} == set(without)
 
 
 def test_a_forward_takes_the_time_of_the_next_larger_kind(pair: Pair) -> None:

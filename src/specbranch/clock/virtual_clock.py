@@ -122,6 +122,7 @@ class VirtualClock(Serial):
         reads = prefills_of(orders)
         before = self._mean_held(reads)
         reached, short = self.target.prefill(reads)
+        self.target.runner.flush()
         chunk_rows = self.target.rows_fed - fed - verified
         charge.verified(chunk_rows, before)  # prefill is a forward of its own
         if self.metered:

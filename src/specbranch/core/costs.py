@@ -114,22 +114,22 @@ class LearnedCosts:
     @property
     def draft_setup(self) -> float:
         """Seconds that the draft needs once in a round, beside its steps."""
-        return _at(self._points("setup"), 0, 0.0)
+        return seconds_at(self._points("setup"), 0, 0.0)
 
     @property
     def slow_down(self) -> float:
         """Seconds that each draft step adds to a target forward at the same time."""
-        return max(_at(self._points("slow_down"), 0, 0.0), 0.0)
+        return max(seconds_at(self._points("slow_down"), 0, 0.0), 0.0)
 
     @property
     def draft_slow_down(self) -> float:
         """Seconds that a target forward adds to each draft step at the same time."""
-        return max(_at(self._points("draft_slow_down"), 0, 0.0), 0.0)
+        return max(seconds_at(self._points("draft_slow_down"), 0, 0.0), 0.0)
 
     @property
     def host(self) -> float:
         """Seconds between the end of a round and the start of the next."""
-        return _at(self._points("host"), 0, 0.0)
+        return seconds_at(self._points("host"), 0, 0.0)
 
     @property
     def ahead_saves(self) -> float:
@@ -154,11 +154,11 @@ class LearnedCosts:
 
         `context` is ignored: the latest times are those at the present context length.
         """
-        return _at(self._points("target"), self._size("target", tokens), SLOPE)
+        return seconds_at(self._points("target"), self._size("target", tokens), SLOPE)
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
         """Return the seconds of one draft forward over `width` rows."""
-        return _at(self._points("step"), width, LANE)
+        return seconds_at(self._points("step"), width, LANE)
 
     def pause(self) -> None:
         """Note an idle pause: the time to the next round is no host time."""
@@ -291,7 +291,7 @@ def _steps_of(report: Reports) -> list[int]:
     return [len(report.branches)] * longest
 
 
-def _at(points: CostPoints, rows: int, slope: float) -> float:
+def seconds_at(points: CostPoints, rows: int, slope: float) -> float:
     """Interpolate between the timed numbers of rows; beyond them extrapolate by the slope between the ends."""
     if not points:
         return 0.0

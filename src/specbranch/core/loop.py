@@ -2,34 +2,31 @@
 
 Every session's method asks for work (`Orders`), the executor runs it, and every method receives its `Reports`.
 
-Owns which sessions are live and how far both models have prefilled their prompts. Does not own the queue: that is
-`core/scheduler.py`. Invariant: sessions join, leave, fail, are preempted and are resumed without effect on the others'
-tokens. An interrupted step can be repeated, because an executor can carry out the same orders twice.
+Owns which sessions are live. Does not own the queue (`core/scheduler.py`) or how much of a prompt a round prefills
+(`core/prefill_budget.py`). Invariant: sessions join, leave, fail, are preempted and are resumed without effect on the
+others' tokens. An interrupted step can be repeated, because an executor can carry out the same orders twice.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Literal, Protocol
 
-from specbranch.core.costs import MOST_UNCOMPUTED, LearnedCosts
-from specbranch.core.market import MOST_LANES, MOST_ROWS, Grant, LaneOffer, Offer, RowOffer, granted, let_draft
+from specbranch.core.costs import LearnedCosts
+from specbranch.core.market import Grant, LaneOffer, RowOffer, granted, let_draft
+from specbranch.core.members import Member
 from specbranch.core.methods import MethodRounds
-from specbranch.core.orders import Context, Draft, Orders, Prefill, Reports
+from specbranch.core.orders import Orders, Prefill, Reports
+from specbranch.core.prefill_budget import Prefills, PromptCosts, RoundLimits, rows_of
 from specbranch.core.request import Request
+from specbranch.core.runner import TimesForwards
 from specbranch.core.session import RoundWatcher, Session
 from specbranch.core.trace import Trace
 from specbranch.errors import PoolFull, SpecBranchError
 
 log = logging.getLogger("specbranch")
-
-# In a round in which the target prefills nothing, the draft may prefill this many times its budget for sessions that
-# already decode.
-DRAFT_PREFILL_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +51,6 @@ DraftState = Literal[
     "lost",  # it is gone until it is restarted
     "none",  # there is no draft
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundLimits:
-    """What one round may hold.
-
-    `prompt_tokens` is the prefill budget of a round that also decodes. At least one chunk, and one token for each
-    decoding session, always fit. `prompt_tokens_alone` is the budget of a round in which nobody decodes. None: a round
-    prefills whole prompts.
-    """
-
-    rows: int = MOST_ROWS
-    lanes: int = MOST_LANES
-    prefill_chunk: int = 256
-    prompt_tokens: int | None = None
-    prompt_tokens_alone: int | None = None
 
 
 class Executor(Protocol):
@@ -115,76 +96,6 @@ class Executor(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A session in the loop: what its method asks for next, and how far both models have prefilled its prompt."""
-
-    session: Session
-    method: MethodRounds
-    prefill_turn: int  # prefill goes round-robin: the lowest turn is next
-    wants: Orders | Offer
-    prefilled: int = 0  # tokens in the target's KV cache, until `prefill_done`
-    prefill_done: bool = False  # the target has verified once: each verify order computes all tokens before it
-    draft_prefilled: int = 0  # tokens in the draft's KV cache
-    draft_behind: bool = False  # the method asked for a draft, and the draft has to prefill first
-    paused: bool = False  # its consumer does not take tokens at present
-
-    @property
-    def orders(self) -> Orders | None:
-        """What its method asks for; None while it waits for the answer to an offer."""
-        return self.wants if isinstance(self.wants, Orders) else None
-
-    @property
-    def uncomputed(self) -> int:
-        """How many tokens the target has to prefill; the last token goes with the first decode step."""
-        return 0 if self.prefill_done else max(len(self.session.tokens) - 1 - self.prefilled, 0)
-
-    @property
-    def draft_uncomputed(self) -> int:
-        """How many tokens the draft has to prefill for what is asked of it.
-
-        Up to MOST_UNCOMPUTED tokens count as none: a draft step computes them on the way.
-        """
-        asked = self.draft_behind or (isinstance(self.wants, Orders) and self.wants.draft is not None)
-        uncomputed = len(self.session.tokens) - 1 - self.draft_prefilled
-        return uncomputed if asked and uncomputed > MOST_UNCOMPUTED else 0
-
-    @property
-    def needs_draft(self) -> bool:
-        """True if the loop may not skip what the method wants drafted.
-
-        Under the ratio rule the sampled tokens depend on the draft's. A draft of length 0 is prefill alone: it proposes
-        nothing, so the loop may skip it.
-        """
-        draft = self.orders.draft if self.orders else None
-        return self.session.request.by_ratio and not (isinstance(draft, Draft) and draft.plan.length == 0)
-
-    def prefill_order(self, start: int, most: int) -> Prefill:
-        """Order a model to prefill about `most` tokens from `start` on."""
-        tokens = self.session.tokens
-        return Prefill(Context(start, tuple(tokens[start : len(tokens) - 1]), tokens), most)
-
-    def restart_prefill(self) -> None:
-        """Note that neither model holds any of its tokens."""
-        self.prefilled, self.prefill_done, self.draft_prefilled, self.draft_behind = 0, False, 0, False
-
-
-@dataclass(slots=True)
-class _PrefillBudget:
-    """How many tokens one model may still prefill in a round."""
-
-    left: int
-    prefill_chunk: int
-    used: int = 0
-
-    def take(self, uncomputed: int) -> int:
-        """Take all uncomputed tokens, or the whole chunks of them that fit; returns how many tokens that is."""
-        taken = uncomputed if uncomputed <= self.left else self.left // self.prefill_chunk * self.prefill_chunk
-        self.left -= taken
-        self.used += taken
-        return taken
-
-
 class Loop:
     """Runs sessions to their end, one round at a time."""
 
@@ -194,19 +105,31 @@ class Loop:
         trace: Trace | None = None,
         costs: LearnedCosts | None = None,
         limits: RoundLimits | None = None,
+        table: TimesForwards | None = None,
     ) -> None:
-        """Make a loop without sessions; `costs` learn from every round, with the rows of all sessions together."""
+        """Make a loop without sessions; `costs` learn from every round, with the rows of all sessions together.
+
+        `table`: the target's own times of forwards, for the budget of prompt tokens.
+        """
         self.executor = executor
         self.trace = trace
         self.costs = costs
-        self.limits = limits or RoundLimits()
+        self._prefills = Prefills(PromptCosts(costs, table), limits or RoundLimits())
         self.closed = False
         # True: a session that finds no free page repeats its orders after a preemption. False: it fails.
         self.waits_for_pages = False
         self.out_of_pages: dict[int, PoolFull] = {}  # the sessions that found no free page in the last round
-        self._live: dict[int, _Member] = {}
-        self._preempted: dict[int, _Member] = {}
-        self._turns = count()
+        self._live: dict[int, Member] = {}
+        self._preempted: dict[int, Member] = {}
+
+    @property
+    def limits(self) -> RoundLimits:
+        """What one round may hold."""
+        return self._prefills.limits
+
+    @limits.setter
+    def limits(self, limits: RoundLimits) -> None:
+        self._prefills.limits = limits
 
     @property
     def live(self) -> bool:
@@ -229,7 +152,7 @@ class Loop:
         except BaseException:
             self.executor.free(session.number)
             raise
-        self._live[session.number] = _Member(session, method, next(self._turns), first)
+        self._live[session.number] = Member(session, method, self._prefills.next_turn(), first)
 
     def step(self) -> list[Session]:
         """Run one round; returns the sessions that took part.
@@ -249,6 +172,7 @@ class Loop:
         reports = self._run(batch)
         if self.costs is not None:
             self.costs.observe(batch, reports)
+        self._prefills.costs.observe(batch, reports)
         self._count_waiting(batch, self.executor.now() - started, self.executor.restarts - restarts)
         for number in reports:
             self._live[number].session.stats.late_captures += self.executor.late_captures - late
@@ -344,64 +268,9 @@ class Loop:
         chunks for the others."""
         self._grant_rows()
         batch = {number: member.orders for number, member in self._ready().items() if member.orders}
-        target_budget, draft_budget = (self._prefill_budget(len(batch)) for _ in ("target", "draft"))
-        by_turn = sorted(
-            (member for member in self._live.values() if not member.paused), key=lambda member: member.prefill_turn
-        )
-        decoding = [member for member in by_turn if member.session.number in batch]
-        for member in [member for member in by_turn if member.session.number not in batch]:
-            if orders := self._prefill_orders(member, target_budget, draft_budget):
-                batch[member.session.number] = orders
-        if target_budget.used == 0:
-            draft_budget.left *= DRAFT_PREFILL_FACTOR
-        self._prefill_late_drafts(decoding, batch, draft_budget)
-        if any(orders.prefill for orders in batch.values()):
-            # The next prefill chunk would discard a decode step that was launched ahead.
-            return {number: _without_launch_ahead(orders) for number, orders in batch.items()}
-        return batch
+        return self._prefills.add(batch, [member for member in self._live.values() if not member.paused])
 
-    def _prefill_budget(self, decoding: int) -> _PrefillBudget:
-        """Return one model's prefill budget for a round in which so many sessions decode."""
-        limits = self.limits
-        most = limits.prompt_tokens if decoding else limits.prompt_tokens_alone
-        tokens = sys.maxsize if most is None else max(most, limits.prefill_chunk, decoding)
-        return _PrefillBudget(tokens, limits.prefill_chunk)
-
-    def _prefill_late_drafts(self, decoding: list[_Member], batch: dict[int, Orders], draft: _PrefillBudget) -> None:
-        """Have the draft prefill for decoding sessions whose cache it has to catch up on; they draft nothing then."""
-        if self.limits.prompt_tokens is None:
-            return
-        for member in decoding:
-            if member.draft_uncomputed:
-                number = member.session.number
-                batch[number] = self._draft_replaced_by_prefill(member, batch[number], draft)
-
-    def _draft_replaced_by_prefill(self, member: _Member, orders: Orders, draft: _PrefillBudget) -> Orders:
-        """Return a session's orders with prefill of the draft, as far as its budget goes, in place of drafting."""
-        member.draft_behind = True
-        if not (taken := draft.take(member.draft_uncomputed)):
-            return replace(orders, draft=None)
-        member.prefill_turn = next(self._turns)
-        return replace(orders, draft=member.prefill_order(member.draft_prefilled, taken))
-
-    def _prefill_orders(self, member: _Member, target: _PrefillBudget, draft: _PrefillBudget) -> Orders | None:
-        """Return prefill orders for a session, or its own orders if the budgets cover all that is uncomputed.
-
-        Orders that verify or draft compute the rest of the prompt themselves.
-        """
-        uncomputed, draft_uncomputed = member.uncomputed, member.draft_uncomputed
-        taken, draft_taken = target.take(uncomputed), draft.take(draft_uncomputed)
-        if (taken, draft_taken) == (uncomputed, draft_uncomputed) and member.orders:
-            return member.orders
-        if not taken and not draft_taken:
-            return None
-        member.prefill_turn = next(self._turns)
-        return Orders(
-            draft=member.prefill_order(member.draft_prefilled, draft_taken) if draft_taken else None,
-            prefill=member.prefill_order(member.prefilled, taken) if taken else None,
-        )
-
-    def _deliver(self, member: _Member, orders: Orders, reports: Reports) -> None:
+    def _deliver(self, member: Member, orders: Orders, reports: Reports) -> None:
         """Hand a session its reports. An error here ends this session alone; the others still get theirs."""
         if isinstance(reports.error, PoolFull) and self.waits_for_pages:
             self.out_of_pages[member.session.number] = reports.error
@@ -414,7 +283,7 @@ class Loop:
         if member.session.finished:
             self.remove(member.session)
 
-    def _take_reports(self, member: _Member, orders: Orders, reports: Reports) -> None:
+    def _take_reports(self, member: Member, orders: Orders, reports: Reports) -> None:
         """Count and trace a round, then send its reports to the method.
 
         The method does not hear of a round that only prefilled: the loop gave that order, not the method.
@@ -424,7 +293,7 @@ class Loop:
         session.stats.note_prompt(session.number, reports)
         if self.trace:
             self.trace.record(session.number, orders, reports)
-        self._update_prefill(member, orders, reports)
+        member.note_prefill(orders, reports)
         if orders is member.wants or orders.verify or reports.error:
             received = replace(reports, drafting=None) if isinstance(orders.draft, Prefill) else reports
             self._resume_method(member, received)
@@ -432,18 +301,7 @@ class Loop:
         if session.on_round:
             _call_watcher(session, session.on_round, orders, reports, session.stats.emitted - emitted)
 
-    def _update_prefill(self, member: _Member, orders: Orders, reports: Reports) -> None:
-        """Note how far both models have prefilled; a draft that reports no length counts as caught up."""
-        if orders.verify is not None:
-            member.prefill_done = True
-        elif reports.reached is not None:
-            member.prefilled = reports.reached
-        if orders.draft is not None:
-            reached = reports.draft_reached
-            member.draft_prefilled = len(member.session.tokens) if reached is None else reached
-            member.draft_behind = member.draft_behind and member.draft_uncomputed > 0
-
-    def _resume_method(self, member: _Member, received: Reports | Grant) -> None:
+    def _resume_method(self, member: Member, received: Reports | Grant) -> None:
         """Send a method what it waits for, and take its next orders or offer."""
         session = member.session
         if isinstance(received, Reports) and received.error:
@@ -457,13 +315,13 @@ class Loop:
         except Exception as error:
             _fail(session, error)
 
-    def _resume_or_remove(self, member: _Member, received: Reports | Grant) -> None:
+    def _resume_or_remove(self, member: Member, received: Reports | Grant) -> None:
         """Send a method something outside a round; remove the session if that ends it."""
         self._resume_method(member, received)
         if member.session.finished:
             self.remove(member.session)
 
-    def _ready(self) -> dict[int, _Member]:
+    def _ready(self) -> dict[int, Member]:
         """Return the sessions whose prompts are prefilled, so that their own orders can run.
 
         A session that decodes alone waits for its draft's prefill, too. In a batch it decodes without a draft
@@ -500,8 +358,7 @@ class Loop:
         """Answer every offer of rows to verify."""
         ready = self._ready()
         offers = {number: member.wants for number, member in ready.items() if isinstance(member.wants, RowOffer)}
-        verifies = [member.orders.verify for member in ready.values() if member.orders]
-        rows = sum(1 + len(verify.tokens) for verify in verifies if verify)
+        rows = rows_of(member.orders for member in ready.values() if member.orders)
         self._answer(granted(offers, rows, self.limits.rows, self.limits.lanes))
 
     def _answer(self, answers: Mapping[int, Grant]) -> None:
@@ -531,11 +388,3 @@ def _call_watcher(session: Session, watcher: RoundWatcher, orders: Orders, repor
     except Exception as error:
         session.on_round = None
         log.error("An on_round watcher raised an error and is not called again; its request goes on.", exc_info=error)
-
-
-def _without_launch_ahead(orders: Orders) -> Orders:
-    """Return the same orders without `goes_on` and `follows`: the model launches nothing ahead."""
-    verify = orders.verify
-    if verify is None or not (verify.goes_on or verify.follows):
-        return orders
-    return replace(orders, verify=replace(verify, goes_on=False, follows=None))

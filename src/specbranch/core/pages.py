@@ -259,8 +259,7 @@ class PrefilledPrompt:
         """Note that prefill has computed a chunk of a text."""
         if start != self.whole:
             return
-        if stop - start == prefill_chunk:
-            self.whole = stop
+        self.whole = stop - stop % prefill_chunk
         pool = self.table.pool
         for at, digest in enumerate(list(self._digests(text, stop, prefill_chunk)), len(self._marks)):
             if (at + 1) * pool.size <= self.whole:

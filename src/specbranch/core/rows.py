@@ -54,6 +54,7 @@ class RowRunner(Generic[Row]):
 
     prefix_cache = True  # prompts share computed pages, if the model can
     prefill_chunk = 256  # tokens of a prefill chunk
+    most_prefill: int | None = None  # prompt tokens of one forward; None: no limit
     page = 1  # KV slots of a page
 
     def __init__(self, sampler: Sampler[Row]) -> None:
@@ -89,6 +90,9 @@ class RowRunner(Generic[Row]):
         if tokens:
             self._rows[seq].clear()
             self._extend(seq, tokens)
+
+    def flush(self) -> None:
+        """Compute all prefill that was put off: none, unless a subclass puts it off."""
 
     def recall(self, seq: int, tokens: Sequence[int]) -> int:
         """Take the beginning of a prompt from the prefix cache, if that is more than is held; returns how many tokens

@@ -176,6 +176,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def most_prefill(self) -> int | None:
+        """How many prompt tokens one forward computes at most, all sequences together; None: as many as are asked."""
+        ...
+
+    @property
     def page(self) -> int:
         """How many KV slots a page has."""
         ...
@@ -215,7 +220,16 @@ class Runner(Protocol):
         ...
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Prefill: append tokens to the committed prefix, in chunks, without logits. The tail must be empty."""
+        """Prefill: append tokens to the committed prefix, in chunks, without logits. The tail must be empty.
+
+        Memory is reserved at once, or CacheFull is raised. The forward may be put off until the next one (`feed`,
+        `propose`, `verify`), or until `flush`. So chunks of several sequences, and decode rows of others, share a
+        forward. If that forward fails, the sequences of its chunks are rolled back to before them.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Compute all prefill that was put off."""
         ...
 
     def feed(self, work: Sequence[Feed]) -> None:
@@ -299,20 +313,20 @@ class ReceivesTrees(Protocol):
 
 
 @runtime_checkable
-class TimesForwards(Protocol):
-    """A Runner that knows how long its forwards take before it has run one."""
-
-    def forward_seconds(self, rows: int) -> float | None:
-        """Return the seconds of a forward of this many rows; None: unknown."""
-        ...
-
-
-@runtime_checkable
 class PadsForwards(Protocol):
     """A Runner that pads its forwards, so that some more rows cost nothing."""
 
     def padded(self, rows: int) -> int:
         """Return the padded rows of a forward."""
+        ...
+
+
+@runtime_checkable
+class TimesForwards(Protocol):
+    """A Runner that has timed its forwards, for example while they were captured."""
+
+    def forward_seconds(self, rows: int) -> float | None:
+        """Return the seconds of a forward over so many rows, decode rows and prompt tokens; None: unknown."""
         ...
 
 

@@ -31,7 +31,7 @@ class StepTime:
     """A kind of step that was captured, and the seconds of one run without context."""
 
     kind: str
-    rows: int
+    rows: int  # those of prompts included
     seconds: float
 
 

@@ -73,16 +73,16 @@ class Drafter(Worker):
         """Carry out the orders; `done` ends those that draft only until the target is done."""
         trees = {session: order for session, order in orders.items() if isinstance(order, Grow)}
         chains = {session: order for session, order in orders.items() if isinstance(order, Draft)}
+        prefills = {session: order for session, order in orders.items() if isinstance(order, Prefill)}
         self._grew = False
-        return {
+        drafted = {
             **(self._branches(chains, done, announce) if chains else {}),
             **(self._trees(trees, done) if trees else {}),
-            **{
-                session: self._reached(session, order)
-                for session, order in orders.items()
-                if isinstance(order, Prefill)
-            },
         }
+        # Last, so that drafting gets memory first. The chunks of all sessions go into common forwards.
+        reached = {session: self._reached(session, order) for session, order in prefills.items()}
+        self.runner.flush()
+        return {**drafted, **reached}
 
     def make_ready(self, session: int, done: Done) -> None:
         """Prepare to compute tokens ahead of the next order, until `done`."""

@@ -76,19 +76,17 @@ class Verifying:
         stretch: Stretch,
         reads: Mapping[int, Prefill] | None = None,
     ) -> None:
-        """Start the target; `heads` as for `Verifier.score`. Prefill comes last: decoding sessions get memory first."""
+        """Start the target; arguments as for `Verifier.start`."""
         self.failed: dict[int, SpecBranchError] = {}
         self.reached: dict[int, int] = {}
         self._target, self._stretch = target, stretch
         self._scored: Scored | None = None  # None: there is nothing to verify
         self._error: Exception | None = None
-        if orders:
-            self._scored, self.failed = target.score(orders, heads)
-            stretch.begin(target.begun)
-        if reads:
-            self.reached, short = target.prefill(reads)
-            self.failed |= short
         if orders or reads:
+            started = target.start(orders, heads, reads or {})
+            self._scored, self.reached, self.failed = started.scored, started.reached, started.failed
+            if orders:
+                stretch.begin(target.begun)
             self._launched()
 
     def ready(self) -> bool:

@@ -177,18 +177,18 @@ class Process:
         drafts, verifies = parted(orders)
         work = self._begin(drafts)
         timed = Stretch(self.target, self.now)
-        scored, failed = self.target.score(verifies)
-        reached, short = self.target.prefill(prefills_of(orders))
+        started = self.target.start(verifies, None, prefills_of(orders))
         run_deferred(orders)
-        self._await_heads(work, scored)
-        verdicts = self.target.judge(scored, _in_time(work).heads or {})
+        self._await_heads(work, started.scored)
+        verdicts = self.target.judge(started.scored, _in_time(work).heads or {}) if started.scored else {}
         timed.end()
         # Not earlier: a forward may only be launched, and `judge` waits for the device.
         self._target_done(work)
         self._await(work, _is_made)
         answer = _in_time(work)
         lost = drafts if answer.made is None else ()
-        return reports_of(orders, answer.made or {}, verdicts, failed | short, answer.span, timed.span(), lost, reached)
+        made, failed, spans = answer.made or {}, started.failed, (answer.span, timed.span())
+        return reports_of(orders, made, verdicts, failed, *spans, lost, started.reached)
 
     def kv_slots(self) -> tuple[KVSlots, ...]:
         """Return the KV slots of the target, if it counts them; those of the child are unknown here."""
@@ -240,10 +240,10 @@ class Process:
             work.target_done = True
             self._send(TargetDone(work.ticket))
 
-    def _await_heads(self, work: ChildRound | None, scored: Scored) -> None:
+    def _await_heads(self, work: ChildRound | None, scored: Scored | None) -> None:
         """Under the ratio rule wait for the sampled heads: the target judges them with its own rows."""
-        orders = work.orders.items() if work else ()
-        if any(s in scored and o.announces and self._sessions[s].by_ratio for s, o in orders):
+        orders = work.orders.items() if work and scored else ()
+        if any(scored and s in scored and o.announces and self._sessions[s].by_ratio for s, o in orders):
             self._await(work, lambda round_: round_.announced)
 
     def _await(self, work: ChildRound | None, there: Callable[[ChildRound], bool]) -> None:

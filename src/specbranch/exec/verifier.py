@@ -1,6 +1,6 @@
 """The target's worker: verifies orders of several sessions in one forward, by each request's rule.
 
-Owns the target's side of a round, in two halves: `score` starts the model, `judge` takes its verdicts. Between them
+Owns the target's side of a round, in two halves: `start` starts the model, `judge` takes its verdicts. Between them
 `add_heads` may pass sampled heads, so that a device judges by itself. Invariant: after a verdict the target's KV cache
 holds the accepted path as committed prefix, token i in KV slot i.
 """
@@ -44,6 +44,25 @@ class Scored:
         return any(trial.seq == session for trial in (*self.judged, *self.waiting))
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The target's half of a round, running: its forward, how far prompts are prefilled, and whose orders failed."""
+
+    scored: Scored | None  # None: there is nothing to verify
+    reached: dict[int, int]
+    failed: dict[int, SpecBranchError]
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """The rows of a target forward that has its memory, and what is asked of it."""
+
+    work: list[Feed]
+    judged: tuple[Trial, ...]
+    guessed: tuple[Trial, ...]
+    waiting: tuple[Trial, ...]
+
+
 class Verifier(Worker):
     """The target model at work, with a forecaster if a predictor is used."""
 
@@ -64,6 +83,20 @@ class Verifier(Worker):
         asked = request.params.logprobs is not None or (self.forecaster is not None and request.wants_forecast)
         return None if asked or self._receives is None else self._receives.receiver(session, on, sending)
 
+    def start(
+        self, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None, reads: Mapping[int, Prefill]
+    ) -> Started:
+        """Start the target's half of a round; `heads` as for `score`.
+
+        Verify orders get memory first. Then the Prefill orders `reads` are put off, so that the forward of the verify
+        orders takes their chunks along.
+        """
+        forward, failed = self._planned(orders, heads)
+        reached, short = self.prefill(reads)
+        scored = self._scored(forward) if orders else None
+        self.runner.flush()  # without a verify order, or if its rows are all computed, no forward has taken the chunks
+        return Started(scored, reached, failed | short)
+
     def score(
         self, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None = None
     ) -> tuple[Scored, dict[int, SpecBranchError]]:
@@ -72,6 +105,28 @@ class Verifier(Worker):
         `heads` are the first branches drafted for each order; a sampled head is judged with it. None: `judge` gets
         them.
         """
+        forward, failed = self._planned(orders, heads)
+        return self._scored(forward), failed
+
+    def prefill(self, orders: Mapping[int, Prefill]) -> tuple[dict[int, int], dict[int, SpecBranchError]]:
+        """Prefill further, without asking; returns how many tokens are held of each session, and the errors.
+
+        The forward may be put off until the next one, or until `Runner.flush`.
+        """
+        reached: dict[int, int] = {}
+        failed: dict[int, SpecBranchError] = {}
+        for session, order in orders.items():
+            try:
+                with self.releasing(session):
+                    reached[session] = self.continue_prefill(session, order)
+            except SpecBranchError as error:
+                failed[session] = error
+        return reached, failed
+
+    def _planned(
+        self, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None
+    ) -> tuple[_Forward, dict[int, SpecBranchError]]:
+        """Reserve the memory of all orders; returns their forward, and the errors of those that find none."""
         work: list[Feed] = []
         trials: list[Trial] = []
         guessed: list[Trial] = []
@@ -88,20 +143,12 @@ class Verifier(Worker):
                 guessed += _guesses(trial)
         waiting = tuple(trial for trial in trials if heads is None and self.request(trial.seq).by_ratio)
         judged = tuple(trial for trial in trials if heads is not None or not self.request(trial.seq).by_ratio)
-        self._count(work)
-        return Scored(judged, tuple(guessed), self.runner.verify(work, (*judged, *guessed)), waiting), failed
+        return _Forward(work, judged, tuple(guessed), waiting), failed
 
-    def prefill(self, orders: Mapping[int, Prefill]) -> tuple[dict[int, int], dict[int, SpecBranchError]]:
-        """Prefill further, without asking; returns how many tokens are held of each session, and the errors."""
-        reached: dict[int, int] = {}
-        failed: dict[int, SpecBranchError] = {}
-        for session, order in orders.items():
-            try:
-                with self.releasing(session):
-                    reached[session] = self.continue_prefill(session, order)
-            except SpecBranchError as error:
-                failed[session] = error
-        return reached, failed
+    def _scored(self, forward: _Forward) -> Scored:
+        self._count(forward.work)
+        verdicts = self.runner.verify(forward.work, (*forward.judged, *forward.guessed))
+        return Scored(forward.judged, forward.guessed, verdicts, forward.waiting)
 
     def add_heads(self, scored: Scored, heads: Mapping[int, Branch]) -> Scored:
         """Start to judge the waiting trials with their heads; `heads` as for `score`."""

@@ -75,6 +75,7 @@ class HeldText:
     def __enter__(self) -> Self:
         self.worker.runner.open(self.seq, GREEDY)
         self.worker.runner.extend(self.seq, self.text)
+        self.worker.runner.flush()
         return self
 
     def __exit__(self, *_: object) -> None:

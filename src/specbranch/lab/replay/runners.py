@@ -39,6 +39,7 @@ class PlainSlots(Generic[Mark]):
     it can answer."""
 
     prefill_chunk = 256
+    most_prefill: int | None = None
     kv_slots = None
     kv_slots_free = 0
     page = 1
@@ -73,6 +74,9 @@ class PlainSlots(Generic[Mark]):
         for position, token in zip(self._slots[seq].extend(tokens), tokens, strict=True):
             self._ends[seq] = self._after(self._ends[seq], token, position)
             self._marks[seq].clear()
+
+    def flush(self) -> None:
+        """Do nothing: no prefill is put off."""
 
     def feed(self, work: Sequence[Feed]) -> None:
         """Add nodes with their marks."""

@@ -35,6 +35,7 @@ class OneEach:
     """A Runner with a runner of its own for each sequence."""
 
     prefill_chunk = PlainSlots.prefill_chunk
+    most_prefill = None
     kv_slots = None
     kv_slots_free = 0
     page = 1
@@ -62,6 +63,9 @@ class OneEach:
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
         """Append to the prefix."""
         self.runners[seq].extend(seq, tokens)
+
+    def flush(self) -> None:
+        """Do nothing: no prefill is put off."""
 
     def feed(self, work: Sequence[Feed]) -> None:
         """Add nodes."""

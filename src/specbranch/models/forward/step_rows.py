@@ -56,6 +56,22 @@ class Rows:
         return np.concatenate((np.arange(start, self.prefix), tail[max(start - self.prefix, 0) :]))
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """New rows of one prompt, in consecutive KV slots from `start`: each sees all positions before it and itself."""
+
+    table: Table
+    tokens: Sequence[int]
+    start: int
+
+    def cut(self, count: int) -> tuple[ChunkRows, ChunkRows]:
+        """Return the first `count` rows and the others."""
+        return (
+            ChunkRows(self.table, self.tokens[:count], self.start),
+            ChunkRows(self.table, self.tokens[count:], self.start + count),
+        )
+
+
 def rows_of_nodes(table: Table, slots: Slots, nodes: range) -> Rows:
     """Make rows of nodes of the tail: each sees the prefix, its ancestors and itself."""
     seen: list[int] = []

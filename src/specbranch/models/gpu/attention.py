@@ -1,4 +1,5 @@
-"""Paged attention of decode steps: a row reads shared positions through its group's page table, then its own path.
+"""Paged attention: of sampled rows, which read shared positions through a page table and then their own path, and of
+rows of prompts, which read all their positions through one.
 
 Owns two implementations: Triton kernels, and plain torch on any device, which the kernels are compared with. Invariant:
 with the kernels, a row's bits depend only on its queries and on the keys it sees, in the order of positions.
@@ -9,29 +10,57 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
 from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specbranch.core.pages import PAGE, Pool
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.step_rows import Rows
-from specbranch.models.gpu.layout import GROUP_ROWS, LONGEST_OWN, Views, pack, power_of_two, views
+from specbranch.models.gpu.layout import (
+    BATCH_GROUP_ROWS,
+    GROUP_ROWS,
+    LEAST_TILE_ROWS,
+    LONGEST_OWN,
+    Views,
+    pack,
+    power_of_two,
+    views,
+)
 
 log = logging.getLogger("specbranch")
 
-Attend = Callable[[Tensor, Tensor, Tensor, Views], Tensor]
 
-SHARED_BLOCK, QUERY_TILE = 128, 64  # shared positions of a program, and its queries (rows times heads)
-# behind this many positions blocks are several times as long if a program has few queries, as results are read again
-NEAR_POSITIONS = 2048
+class Attend(Protocol):
+    """An implementation of attention; see `attend_plainly`."""
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: Views,
+        out: Tensor | None = None,
+        sampled_only: bool = False,
+    ) -> Tensor:
+        """Attend from the queries of a step."""
+        ...
+
+
+SHARED_BLOCK, QUERY_TILE = 128, 64  # shared positions of a block, and queries of a program (rows times heads)
 WIDE_BLOCK, WIDE_TILE = 32, 16  # the same in float32, which has no fast products and twice the size
 PATH_BLOCK = 32  # KV slots of an own path that are read at a time
-JOINED_BLOCKS = 16  # blocks that are joined at a time; twice as many if there are more
-WARPS, JOIN_WARPS = 4, 2
+CHUNK_QUERIES, CHUNK_ROWS = 128, 64  # queries and rows of a tile of a prompt, at most
+CHUNK_WARPS, WARPS, JOIN_WARPS = 8, 4, 2
 STAGES = 2
+PARTIAL_BYTES = 1 << 28  # bytes of the results of blocks in a step, at most
+PROGRAMS = 256  # programs that share the blocks of a step of one sequence, about
+BATCH_PROGRAMS = 1024  # the same for several sequences
+# groups with at most so many blocks are one program, in steps with that many rows; more rows leave no program idle
+WHOLE_BLOCKS = ((32, 8), (16, 2))
 EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel starts only when the one before it has ended
 
 
@@ -40,77 +69,100 @@ def choose_attend(device: torch.device, dtype: torch.dtype, heads: int, kv_heads
     return attend_by_kernels if triton_works(device, dtype, heads, kv_heads, head_dim) else attend_plainly
 
 
-def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -> Tensor:
+def attend_plainly(
+    queries: Tensor, keys: Tensor, values: Tensor, step: Views, out: Tensor | None = None, sampled_only: bool = False
+) -> Tensor:
     """Attend in plain torch, from queries [rows, heads, head_dim] to pages [pages, kv_heads, PAGE, head_dim].
 
-    Returns [rows, heads·head_dim]. It copies all keys and values that each row sees.
+    Returns [rows, heads·head_dim], written to `out` if there is one. `sampled_only`: leave rows of prompts out. It
+    copies all keys and values that each row sees.
     """
-    rows, heads, head_dim = queries.shape
+    heads, head_dim = queries.shape[1:]
+    rows = len(step.shared) if sampled_only else len(queries)
     kv_slots, seen = _seen_slots(step)
+    kv_slots, seen, queries = kv_slots[:rows], seen[:rows], queries[:rows]
     # [rows, kv_heads, KV slots, head_dim]
     k, v = (side[kv_slots // PAGE, :, kv_slots % PAGE].transpose(1, 2) for side in (keys, values))
     exact = torch.promote_types(queries.dtype, torch.float32)
     q = queries.view(rows, keys.shape[1], -1, head_dim).to(exact) / math.sqrt(head_dim)
     scores = torch.matmul(q, k.to(exact).transpose(-1, -2)).masked_fill(~seen[:, None, None], -torch.inf)
-    out = torch.matmul(scores.softmax(-1), v.to(exact))
-    return out.to(queries.dtype).reshape(rows, heads * head_dim)
+    found = torch.matmul(scores.softmax(-1), v.to(exact)).to(queries.dtype).reshape(rows, heads * head_dim)
+    return found if out is None else out[:rows].copy_(found)
 
 
-def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -> Tensor:
-    """Attend with Triton: one launch for partial results of own paths and shared blocks, one to join them."""
+def attend_by_kernels(
+    queries: Tensor, keys: Tensor, values: Tensor, step: Views, out: Tensor | None = None, sampled_only: bool = False
+) -> Tensor:
+    """Attend with Triton. Blocks that have programs of their own are joined by another launch; see `attend_plainly`."""
     from specbranch.models.gpu import attention_kernels as kernels
 
-    rows, heads, head_dim = queries.shape
+    assert step.counts is not None
+    (total, heads, head_dim), rows = queries.shape, len(step.shared)
     kv_heads, share = keys.shape[1], heads // keys.shape[1]
-    padded = power_of_two(share)
-    block, tile = (WIDE_BLOCK, WIDE_TILE) if keys.element_size() > 2 else (SHARED_BLOCK, QUERY_TILE)
-    tile_rows = min(GROUP_ROWS, max(tile // padded, 1))
-    groups, pages = step.tables.shape
-    long = 2 if tile_rows * padded <= GROUP_ROWS else 1
-    slots = 1 + blocks_of(pages, block, long)
-    shape = {
-        "HEADS": heads,
-        "DIM": head_dim,
-        "WIDTH": max(power_of_two(head_dim), 16),
-        "BLOCK": block,
-        "LONG": long,
-        "NEAR": NEAR_POSITIONS,
-    }
-    tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "PATH_BLOCK": PATH_BLOCK, "OWN": LONGEST_OWN}
-    tiling |= {"TILE_ROWS": tile_rows, "TILES": GROUP_ROWS // tile_rows, "OWN_TILE": max(padded, 16)}
-    # Within a capture this is memory of the graphs' pool, which all layers and graphs use in turn.
-    sums = queries.new_empty(rows, heads, slots, head_dim)
-    tops, totals = queries.new_empty(2, rows, heads, slots, dtype=torch.float32)
-    # products read whole tiles of rows
-    out = queries.new_empty(-(-rows // GROUP_ROWS) * GROUP_ROWS, heads * head_dim)[:rows]
-    scale = math.log2(math.e) / math.sqrt(head_dim)  # the kernels take powers of 2
+    padded, wide = power_of_two(share), keys.element_size() > 2
+    block, tile = (WIDE_BLOCK, WIDE_TILE) if wide else (SHARED_BLOCK, QUERY_TILE)
     early = begins_early(queries.device)
-    programs = rows + groups * tiling["TILES"] * (slots - 1)
-    sections = (step.shared, step.own_count, step.groups, step.tables, step.own)
-    kernels.partial_results[(programs, kv_heads)](
-        queries, keys, values, sums, tops, totals, *sections, scale, keys.stride(0), rows, pages, slots, **shape,
-        **tiling, EARLY=early, num_warps=WARPS, num_stages=STAGES, **launch(early),
-    )  # fmt: skip
+    shape = {"HEADS": heads, "DIM": head_dim, "WIDTH": max(power_of_two(head_dim), 16), "BLOCK": block, "EARLY": early}
+    tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "PATH_BLOCK": PATH_BLOCK}
+    if out is None:  # products read whole tiles of rows
+        out = queries.new_empty(-(-total // GROUP_ROWS) * GROUP_ROWS, heads * head_dim)[:total]
+    # Within a capture this is memory of the graphs' pool, which all layers and graphs use in turn.
+    partial = partial_slots(rows, heads, head_dim, queries.element_size(), step.most_pages, block)
+    sums = queries.new_empty(partial, head_dim)
+    tops, totals = queries.new_empty(2, partial, dtype=torch.float32)
+    scale = math.log2(math.e) / math.sqrt(head_dim)  # the kernels take powers of 2
+    how: dict[str, Any] = {"num_warps": WARPS, "num_stages": STAGES, "enable_fp_fusion": False, **launch(early)}
+    sections = (step.shared, step.own_count, step.groups, step.tables, step.own, step.counts)
+    groups, batch = len(step.groups), len(step.groups) == rows > 1
+    if not batch:
+        tile_rows = min(GROUP_ROWS, max(tile // padded, 1), rows)
+        while tile_rows * padded < 16:
+            tile_rows *= 2
+        tiles = max(GROUP_ROWS // tile_rows, 1) if rows > tile_rows else 1
+        splits = power_of_two(max(min(PROGRAMS // (kv_heads * groups * tiles), 64), 8))
+        kernels.partial_results[(rows + groups * tiles * splits, kv_heads)](
+            queries, keys, values, sums, tops, totals, *sections, scale, keys.stride(0), rows, **shape, **tiling,
+            OWN=LONGEST_OWN, TILE_ROWS=tile_rows, TILES=tiles, OWN_TILE=max(padded, 16), SPLITS=splits, **how,
+        )  # fmt: skip
+    else:
+        splits = power_of_two(max(min(BATCH_PROGRAMS // (kv_heads * rows), 16), 2))
+        whole = next((blocks for least, blocks in WHOLE_BLOCKS if rows >= least), 0) * SHARED_BLOCK // block
+        kernels.attend_batch[(groups, kv_heads, splits)](
+            queries, keys, values, sums, tops, totals, out, *sections, scale, keys.stride(0), **shape, **tiling,
+            OWN=LONGEST_OWN, TILE=max(BATCH_GROUP_ROWS * padded, 16), WHOLE=whole, SPLITS=splits, **how,
+        )  # fmt: skip
     kernels.join[(rows, heads)](
-        sums,
-        tops,
-        totals,
-        step.shared,
-        out,
-        slots,
-        **shape,
-        CHUNK=JOINED_BLOCKS,
-        EARLY=early,
-        num_warps=JOIN_WARPS,
-        **launch(early),
-    )
+        sums, tops, totals, step.shared, step.counts, out, **shape, BATCH=batch, num_warps=JOIN_WARPS,
+        enable_fp_fusion=False, **launch(early),
+    )  # fmt: skip
+    if step.tiles is not None and not sampled_only:
+        tile_rows = chunk_tile_rows(share)
+        kernels.attend_chunks[(len(step.tiles), kv_heads)](
+            queries, keys, values, out, step.tiles, step.tables, scale, keys.stride(0), **shape, **tiling,
+            TILE_ROWS=tile_rows, **how | {"num_warps": CHUNK_WARPS if tile_rows * padded > QUERY_TILE else WARPS},
+        )  # fmt: skip
     return out
 
 
-def blocks_of(pages: int, block: int = SHARED_BLOCK, long: int = 1) -> int:
-    """Return the number of blocks of this many pages; blocks far back are `long` times as long."""
-    near = min(pages * PAGE, NEAR_POSITIONS)
-    return near // block + (pages * PAGE - near) // (long * block)
+def chunk_tile_rows(share: int) -> int:
+    """Return how many rows of a prompt are a tile; `share`: query heads that share a key head."""
+    return max(min(CHUNK_QUERIES // power_of_two(share), CHUNK_ROWS), LEAST_TILE_ROWS)
+
+
+def partial_slots(rows: int, heads: int, head_dim: int, element: int, most_pages: int, block: int) -> int:
+    """Return how many results of blocks a step of `rows` rows stores at most; see `most_partial_rows`."""
+    each, row = head_dim * element + 8, heads * (1 + most_pages * PAGE // block)
+    return max(min(rows * row, PARTIAL_BYTES // each), min(rows, GROUP_ROWS) * row)
+
+
+def most_partial_rows(shared: int, heads: int, head_dim: int, element: int) -> int:
+    """Return how many rows a step takes, if the longest has so many shared positions: each has a result per block.
+
+    It is a power of two, as steps are padded.
+    """
+    block = WIDE_BLOCK if element > 2 else SHARED_BLOCK
+    most = PARTIAL_BYTES // ((head_dim * element + 8) * heads * (1 + -(-shared // block)))
+    return max(power_of_two(most + 1) // 2, GROUP_ROWS)
 
 
 @cache
@@ -158,21 +210,28 @@ def _largest_error(device: torch.device, dtype: torch.dtype, heads: int, kv_head
     random = torch.Generator().manual_seed(0)
     q = torch.randn(bucket.rows, heads, head_dim, generator=random).to(device, dtype)
     k, v = torch.randn(2, 3, kv_heads, PAGE, head_dim, generator=random).to(device, dtype)
-    return float((attend_by_kernels(q, k, v, step).float() - attend_plainly(q, k, v, step).float()).abs().max())
+    return float((attend_by_kernels(q, k, v, step).float() - attend_plainly(q, k, v, step).float())[:3].abs().max())
 
 
 def _seen_slots(step: Views) -> tuple[Tensor, Tensor]:
-    """Return the KV slots of the pool that each row may see, own path first, and the mask [rows, KV slots]."""
-    device = step.tables.device
-    first, count = step.groups.unbind(1)
-    row = torch.arange(len(step.slots), device=device)
-    group = ((row >= first[:, None]) & (row < (first + count)[:, None])).int().argmax(0)  # 0 if in none
+    """Return the KV slots of the pool that each row may see, own path first, and the mask [rows, KV slots].
+
+    A row of a prompt has no own path: it sees all its positions through the page table.
+    """
+    device, rows, total = step.tables.device, len(step.shared), len(step.slots)
+    row = torch.arange(total, device=device)
+    spans = [step.groups] if step.tiles is None else [step.groups, step.tiles[:, :3]]
+    first, count, begin = torch.cat(spans).unbind(1)
+    span = ((row >= first[:, None]) & (row < (first + count)[:, None])).int().argmax(0)  # 0 if in none
+    in_chunk = row >= rows
+    shared = torch.where(in_chunk, step.positions + 1, F.pad(step.shared, (0, total - rows)))
+    own_count = F.pad(step.own_count, (0, total - rows))
+    own = F.pad(step.own, (0, 0, 0, total - rows))
     # To read how much is shared would make a GPU wait; on a CPU it saves time.
-    longest = int(step.shared.max()) if device.type == "cpu" else step.tables.shape[1] * PAGE
+    longest = int(shared.max()) if device.type == "cpu" else step.most_pages * PAGE
     position = torch.arange(longest, device=device)
-    through_table = step.tables[group][:, position // PAGE] * PAGE + position % PAGE
-    seen = torch.cat(
-        (torch.arange(step.own.shape[1], device=device) < step.own_count[:, None], position < step.shared[:, None]), 1
-    )
+    at = (begin[span][:, None] + position // PAGE).clamp(max=len(step.tables) - 1)
+    through_table = step.tables[at] * PAGE + position % PAGE
+    seen = torch.cat((torch.arange(own.shape[1], device=device) < own_count[:, None], position < shared[:, None]), 1)
     # Masked slots may never have been written, or not exist: they are replaced by the row's own slot.
-    return torch.where(seen, torch.cat((step.own, through_table), 1), step.slots[:, None]), seen
+    return torch.where(seen, torch.cat((own, through_table), 1), step.slots[:, None]), seen

@@ -1,8 +1,13 @@
-"""The Triton kernels of paged attention: partial results of own paths and of shared blocks, and their join.
+"""The Triton kernels of paged attention, for rows that are sampled and for rows of prompts.
 
-Owns the order of every sum. Invariant: a row's own path and its number of shared positions decide what it adds, and in
-which order. Other rows, the number of programs and the place in the pool do not matter. The module needs Triton, so
-only `attention.py` imports it, when it uses the kernels.
+Owns the order of every sum. A row attends first to its own path, PATH_BLOCK KV slots at a time (online softmax). The
+positions before it are read in blocks of BLOCK. Each block gives an average of values, rounded to the type of the
+values, and blocks are merged one after the other, in the order of positions. So it does not matter whether one program
+computes all of them, or each block has its own program and `join` merges their results. Invariant: a row's queries and
+the keys it sees decide its bits. Other rows, the number of programs and the place in the pool do not matter. To keep
+it, sums over positions are products with ones, whose order does not depend on the layout of a tile, and no product is
+fused with a sum (`enable_fp_fusion`). The module needs Triton, so only `attention.py` imports it, when it uses the
+kernels.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -12,185 +17,375 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specbranch.models.forward.step_rows import GROUP_POSITIONS as _GROUP_POSITIONS
+from specbranch.models.gpu.layout import SAMPLED_COUNT as _SAMPLED_COUNT
+from specbranch.models.gpu.layout import SHARED_COUNT as _SHARED_COUNT
+
+GROUP_POSITIONS = tl.constexpr(_GROUP_POSITIONS)
+SAMPLED_COUNT, SHARED_COUNT = tl.constexpr(_SAMPLED_COUNT), tl.constexpr(_SHARED_COUNT)
+UNROLLED = tl.constexpr(8)  # partial results that `join` loads at a time
+
 
 @triton.jit
-def _own_path(q, keys, values, sums, tops, totals, count, own, row, head, scale, page_stride, slots,
-              HEADS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-              PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr):  # fmt: skip
-    """Attend to a row's own path, PATH_BLOCK KV slots at a time, for all heads that share a key head."""
-    g = tl.arange(0, TILE)
+def _scores(queries, k, seen, scale):
+    """Return the scores of queries [M, keys]; what a query does not see has none."""
+    return tl.where(seen, tl.dot(queries, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+
+
+@triton.jit
+def _weights(scores, top, ones):
+    """Return the weights of keys below `top`, in the type of values, and their sum."""
+    base = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(scores - base[:, None]).to(ones.dtype)
+    return p, tl.max(tl.dot(p, ones, input_precision="ieee"), 1)  # all columns are equal
+
+
+@triton.jit
+def _more(scores, v, ones, top, total, acc):
+    """Add some keys to a running result (online softmax)."""
+    new = tl.maximum(top, tl.max(scores, 1))
+    p, part = _weights(scores, new, ones)
+    fade = tl.exp2(top - tl.where(new == float("-inf"), 0.0, new))
+    return new, total * fade + part, tl.dot(p, v, acc * fade[:, None], input_precision="ieee")
+
+
+@triton.jit
+def _average(acc, total, like):
+    """Return a result divided by its sum, in the type of values, which represents it as well as values."""
+    return (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(like.dtype)
+
+
+@triton.jit
+def _block(queries, k, v, ones, seen, scale):
+    """Return the result of one block: its greatest score, its sum and its average."""
+    scores = _scores(queries, k, seen, scale)
+    top = tl.max(scores, 1)
+    p, total = _weights(scores, top, ones)
+    return top, total, _average(tl.dot(p, v, input_precision="ieee"), total, v)
+
+
+@triton.jit
+def _merged(top, total, acc, block_top, block_total, average):
+    """Add the result of one block to a running result."""
+    new = tl.maximum(top, block_top)
+    fade = tl.exp2(top - new)
+    weight = tl.exp2(block_top - new) * block_total
+    return new, total * fade + weight, acc * fade[:, None] + average.to(tl.float32) * weight[:, None]
+
+
+@triton.jit
+def _keys_and_values(keys, values, offset, row, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Load keys and values [rows, WIDTH] of a page, zero where a row is not live."""
     d = tl.arange(0, WIDTH)
-    at = row * HEADS + head * SHARE + g
-    queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=(g < SHARE)[:, None] & (d < DIM)[None, :], other=0.0)
-    top = tl.full((TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
-    acc = tl.zeros((TILE, WIDTH), tl.float32)
+    at = offset + row[:, None] * DIM + d[None, :]
+    mask = live[:, None] & (d < DIM)[None, :]
+    return tl.load(keys + at, mask=mask, other=0.0), tl.load(values + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _shared_keys(keys, values, table, start, most, head, page_stride, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                 PAGE: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
+    """Load keys and values of COUNT positions from `start` on, all on one page; those from `most` on are zero."""
+    offset = tl.load(table + start // PAGE).to(tl.int64) * page_stride + head * PAGE * DIM
+    row = start % PAGE + tl.arange(0, COUNT)
+    return _keys_and_values(keys, values, offset, row, row < most - start + start % PAGE, DIM, WIDTH)
+
+
+@triton.jit
+def _own_path(queries, keys, values, own, count, mine, head, scale, page_stride, ones, top, total, acc,
+              DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr):  # fmt: skip
+    """Add a row's own path to the running result of its queries (`mine`)."""
     for begin in range(0, count, PATH_BLOCK):
         j = begin + tl.arange(0, PATH_BLOCK)
-        offset = tl.load(own + j, mask=j < count, other=0)
-        offset = (offset // PAGE).to(tl.int64) * page_stride + head * PAGE * DIM + (offset % PAGE) * DIM
-        live = (j < count)[:, None] & (d < DIM)[None, :]
-        k = tl.load(keys + offset[:, None] + d[None, :], mask=live, other=0.0)
-        v = tl.load(values + offset[:, None] + d[None, :], mask=live, other=0.0)
-        scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where((j < count)[None, :], scores, float("-inf"))
-        new = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new[:, None])
-        fade = tl.exp2(top - new)
-        total = total * fade + tl.sum(p, 1)
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        top = new
-    _leave(sums, tops, totals, acc, top, total, at.to(tl.int64) * slots, g < SHARE, DIM, WIDTH)
+        slot = tl.load(own + j, mask=j < count, other=0)
+        offset = (slot // PAGE).to(tl.int64) * page_stride + head * PAGE * DIM
+        d = tl.arange(0, WIDTH)
+        at = (offset + (slot % PAGE) * DIM)[:, None] + d[None, :]
+        mask = (j < count)[:, None] & (d < DIM)[None, :]
+        k = tl.load(keys + at, mask=mask, other=0.0)
+        v = tl.load(values + at, mask=mask, other=0.0)
+        scores = _scores(queries, k, mine[:, None] & (j < count)[None, :], scale)
+        top, total, acc = _more(scores, v, ones, top, total, acc)
+    return top, total, acc
 
 
 @triton.jit
-def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head, scale,
-                  page_stride, slots,
-                  TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-                  LONG: tl.constexpr):  # fmt: skip
-    """Attend to one block of shared positions, for all rows of a tile; `end`: where each row's shared positions end."""
+def _leave(sums, tops, totals, average, top, total, into, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Store a result for `join`."""
     d = tl.arange(0, WIDTH)
-    queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
-    top = tl.full((TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
-    acc = tl.zeros((TILE, WIDTH), tl.float32)
-    offset = page.to(tl.int64) * page_stride + head * PAGE * DIM
-    if LONG == 1:
-        top, total, acc = _read(
-            queries, keys + offset, values + offset, end, start, most, scale, top, total, acc, DIM, WIDTH, PAGE, BLOCK
-        )
-    else:
-        for part in range(count):
-            top, total, acc = _read(queries, keys + offset, values + offset, end, start + part * BLOCK, most, scale,
-                                    top, total, acc, DIM, WIDTH, PAGE, BLOCK)  # fmt: skip
-    _leave(sums, tops, totals, acc, top, total, at.to(tl.int64) * slots + 1 + block, live, DIM, WIDTH)
-
-
-@triton.jit
-def _read(queries, keys, values, end, start, most, scale, top, total, acc,
-          DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Add BLOCK positions of a page to the running result (online softmax)."""
-    d = tl.arange(0, WIDTH)
-    j = start + tl.arange(0, BLOCK)
-    offset = (j % PAGE)[:, None] * DIM + d[None, :]
-    written = (j < most)[:, None] & (d < DIM)[None, :]  # slots that no row of the tile shares may hold NaN
-    k = tl.load(keys + offset, mask=written, other=0.0)
-    v = tl.load(values + offset, mask=written, other=0.0)
-    scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-    scores = tl.where(j[None, :] < end[:, None], scores, float("-inf"))
-    new = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(scores - base[:, None])
-    fade = tl.exp2(top - base)
-    return new, total * fade + tl.sum(p, 1), acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-
-
-@triton.jit
-def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Store a partial result for the join: an average of values, which half precision represents as well as values."""
-    d = tl.arange(0, WIDTH)
-    average = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(tops + into, top, mask=live)
     tl.store(totals + into, total, mask=live)
-    tl.store(
-        sums + into[:, None] * DIM + d[None, :],
-        average.to(sums.dtype.element_ty),
-        mask=live[:, None] & (d < DIM)[None, :],
-    )
+    tl.store(sums + into[:, None] * DIM + d[None, :], average, mask=live[:, None] & (d < DIM)[None, :])
 
 
-# Numbers of rows and pages must not compile another kernel, not even if they are 1.
-@triton.jit(do_not_specialize=["rows", "pages", "slots"])
-def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride,
-                    rows, pages, slots,
+@triton.jit
+def _leave_blocks(queries, keys, values, sums, tops, totals, table, end, most, first, step, at, live, head, scale,
+                  page_stride, slots, ones, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    """Compute every `step`-th block from `first` on, and store each result for `join`."""
+    for block in range(first, tl.cdiv(most, BLOCK), step):
+        k, v = _shared_keys(keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK)
+        seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
+        top, total, average = _block(queries, k, v, ones, seen, scale)
+        _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots + 1 + block, live, DIM, WIDTH)
+
+
+@triton.jit
+def _load_queries(q, at, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    d = tl.arange(0, WIDTH)
+    return tl.load(q + at[:, None] * DIM + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
+
+
+# Numbers of rows must not compile another kernel, not even if they are 1.
+@triton.jit(do_not_specialize=["rows"])
+def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, counts, scale,
+                    page_stride, rows,
                     HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
                     WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr,
-                    BLOCK: tl.constexpr, LONG: tl.constexpr, NEAR: tl.constexpr, TILE_ROWS: tl.constexpr,
-                    TILES: tl.constexpr, OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Compute partial results: one program for each key head and each row, or block of a tile of rows.
+                    BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr, TILES: tl.constexpr, OWN_TILE: tl.constexpr,
+                    SPLITS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Compute results for `join`, of a step of one sequence: programs for each row's own path, and for its blocks.
 
-    Result 0 of a row and head is its own path; result 1 + b is block b.
+    Result 0 of a row and head is its own path; result 1 + b is block b. SPLITS programs share the blocks of a tile of
+    rows.
     """
     if EARLY:  # see product_kernels
         gdc_wait()
         gdc_launch_dependents()
     head = tl.program_id(1)  # rows and blocks are on axis 0, as axis 1 allows fewer programs
     program = tl.program_id(0)
+    slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
     if program < rows:
-        _own_path(q, keys, values, sums, tops, totals, tl.load(own_count + program), own + program * OWN, program, head,
-                  scale, page_stride, slots, HEADS, SHARE, OWN_TILE, DIM, WIDTH, PAGE, PATH_BLOCK)  # fmt: skip
+        _leave_own_path(
+            q, keys, values, sums, tops, totals, own_count, own, program, head, scale, page_stride, slots, HEADS, SHARE,
+            DIM, WIDTH, PAGE, PATH_BLOCK, OWN, OWN_TILE,
+        )  # fmt: skip
     else:
-        tile = (program - rows) // (slots - 1)
-        block = (program - rows) % (slots - 1)
-        is_near = block * BLOCK < NEAR
-        start = tl.where(is_near, block * BLOCK, NEAR + (block - NEAR // BLOCK) * LONG * BLOCK)
+        tile = (program - rows) // SPLITS
+        split = (program - rows) % SPLITS
         group = tile // TILES
         m = tl.arange(0, TILE_ROWS * PADDED)
         within = tile % TILES * TILE_ROWS + m // PADDED
-        live = (within < tl.load(groups + 2 * group + 1)) & (m % PADDED < SHARE)
-        row = tl.load(groups + 2 * group) + within
+        live = (within < tl.load(groups + 3 * group + 1)) & (m % PADDED < SHARE)
+        row = tl.load(groups + 3 * group) + within
         end = tl.load(shared + row, mask=live, other=0)
         most = tl.max(end, 0)
-        if start < most:
-            page = tl.load(tables + group * pages + start // PAGE)
+        if split * BLOCK < most:
             at = row * HEADS + head * SHARE + m % PADDED
-            count = tl.where(is_near, 1, LONG)
-            _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head,
-                          scale, page_stride, slots, TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK, LONG)  # fmt: skip
+            _leave_blocks(
+                _load_queries(q, at, live, DIM, WIDTH), keys, values, sums, tops, totals,
+                tables + tl.load(groups + 3 * group + 2), end, most, split, SPLITS, at, live, head, scale, page_stride,
+                slots, tl.full((BLOCK, 16), 1.0, values.dtype.element_ty), DIM, WIDTH, PAGE, BLOCK,
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["slots"])
-def join(sums, tops, totals, shared, out, slots,
-         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
-         NEAR: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Join the partial results of one row and head: the own path, then the blocks that the row shares."""
+@triton.jit
+def _leave_own_path(q, keys, values, sums, tops, totals, own_count, own, row, head, scale, page_stride, slots,
+                    HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                    PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Compute the own path of one row, and store its result for `join`."""
+    dtype = values.dtype.element_ty
+    g = tl.arange(0, TILE)
+    at = row * HEADS + head * SHARE + g
+    live = g < SHARE
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, WIDTH), tl.float32)
+    top, total, acc = _own_path(
+        _load_queries(q, at, live, DIM, WIDTH), keys, values, own + row * OWN, tl.load(own_count + row), live, head,
+        scale, page_stride, tl.full((PATH_BLOCK, 16), 1.0, dtype), top, total, acc, DIM, WIDTH, PAGE, PATH_BLOCK,
+    )  # fmt: skip
+    average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
+    _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
+
+
+@triton.jit
+def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, groups, tables, own, counts, scale,
+                 page_stride,
+                 HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+                 WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr,
+                 BLOCK: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
+                 EARLY: tl.constexpr):  # fmt: skip
+    """Attend in a step of several sequences, with SPLITS programs for each group of rows and each key head.
+
+    Of a group with at most WHOLE blocks, the first program computes all, and `join` skips its rows (their sum is 0).
+    Otherwise the programs share the blocks.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    group = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    count = tl.load(groups + 3 * group + 1)
+    first = tl.load(groups + 3 * group)
+    m = tl.arange(0, TILE)
+    within = m // PADDED
+    live = (within < count) & (m % PADDED < SHARE)
+    end = tl.load(shared + first + within, mask=live, other=0)
+    most = tl.max(end, 0)
+    blocks = tl.cdiv(most, BLOCK)
+    whole = blocks <= WHOLE
+    works = (split == 0) | ((whole == 0) & (split < blocks))
+    if (count > 0) & works:
+        dtype = values.dtype.element_ty
+        slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
+        table = tables + tl.load(groups + 3 * group + 2)
+        ones = tl.full((BLOCK, 16), 1.0, dtype)
+        at = (first + within) * HEADS + head * SHARE + m % PADDED
+        queries = _load_queries(q, at, live, DIM, WIDTH)
+        if split == 0:
+            top = tl.full((TILE,), float("-inf"), tl.float32)
+            total = tl.zeros((TILE,), tl.float32)
+            acc = tl.zeros((TILE, WIDTH), tl.float32)
+            for row in range(count):
+                top, total, acc = _own_path(
+                    queries, keys, values, own + (first + row) * OWN, tl.load(own_count + first + row), within == row,
+                    head, scale, page_stride, tl.full((PATH_BLOCK, 16), 1.0, dtype), top, total, acc, DIM, WIDTH,
+                    PAGE, PATH_BLOCK,
+                )  # fmt: skip
+            average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
+            if whole:
+                acc = average.to(tl.float32) * total[:, None]
+                for block in range(blocks):
+                    k, v = _shared_keys(
+                        keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK
+                    )
+                    seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
+                    top, total, acc = _merged(top, total, acc, *_block(queries, k, v, ones, seen, scale))
+                _store_out(out, at, live, acc, total, DIM, WIDTH)
+                tl.store(totals + at.to(tl.int64) * slots, total * 0.0, mask=live)
+            else:
+                _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
+        if whole == 0:
+            _leave_blocks(
+                queries, keys, values, sums, tops, totals, table, end, most, split, SPLITS, at, live, head, scale,
+                page_stride, slots, ones, DIM, WIDTH, PAGE, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_out(out, at, live, acc, total, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Store the results of queries."""
+    d = tl.arange(0, WIDTH)
+    result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    tl.store(
+        out + at[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=live[:, None] & (d < DIM)[None, :]
+    )
+
+
+@triton.jit
+def attend_chunks(q, keys, values, out, tiles, tables, scale, page_stride,
+                  HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+                  WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+                  TILE_ROWS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Attend from a tile of rows of one prompt to all positions up to each row, through the page table.
+
+    The last tiles come first: they have most to read.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    tile = tiles + 4 * (tl.num_programs(0) - 1 - tl.program_id(0))
+    head = tl.program_id(1)
+    count = tl.load(tile + 1)
+    if count > 0:
+        dtype = values.dtype.element_ty
+        table = tables + tl.load(tile + 2)
+        start = tl.load(tile + 3)
+        m = tl.arange(0, TILE_ROWS * PADDED)
+        within = m // PADDED
+        live = (within < count) & (m % PADDED < SHARE)
+        at = (tl.load(tile) + within) * HEADS + head * SHARE + m % PADDED
+        queries = _load_queries(q, at, live, DIM, WIDTH)
+        position = start + within
+        end = tl.maximum(position // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
+        top = tl.full((TILE_ROWS * PADDED,), float("-inf"), tl.float32)
+        total = tl.zeros((TILE_ROWS * PADDED,), tl.float32)
+        acc = tl.zeros((TILE_ROWS * PADDED, WIDTH), tl.float32)
+        ones = tl.full((PATH_BLOCK, 16), 1.0, dtype)
+        for begin in range(
+            tl.maximum(start // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS, start + count, PATH_BLOCK
+        ):  # own paths
+            k, v = _shared_keys(
+                keys, values, table, begin, start + count, head, page_stride, DIM, WIDTH, PAGE, PATH_BLOCK
+            )
+            j = begin + tl.arange(0, PATH_BLOCK)
+            seen = (j[None, :] >= end[:, None]) & (j[None, :] <= position[:, None])
+            top, total, acc = _more(_scores(queries, k, seen, scale), v, ones, top, total, acc)
+        average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
+        acc = average.to(tl.float32) * total[:, None]
+        most = tl.maximum((start + count - 1) // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
+        many = tl.full((BLOCK, 16), 1.0, dtype)
+        for block in range(tl.cdiv(most, BLOCK)):
+            k, v = _shared_keys(keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK)
+            seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
+            top, total, acc = _merged(top, total, acc, *_block(queries, k, v, many, seen, scale))
+        _store_out(out, at, live, acc, total, DIM, WIDTH)
+
+
+@triton.jit
+def join(sums, tops, totals, shared, counts, out,
+         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr,
+         EARLY: tl.constexpr):  # fmt: skip
+    """Merge the results of one row and head: the own path, then the blocks that the row shares, in order.
+
+    In a step of several sequences (BATCH), padding has no results, and some rows are done.
+    """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0)
     at = row * HEADS + tl.program_id(1)
+    slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
     first = at.to(tl.int64) * slots
     d = tl.arange(0, WIDTH)
-    top = tl.load(tops + first)
     total = tl.load(totals + first)
-    acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
-    end = tl.load(shared + row)
-    blocks = tl.where(end <= NEAR, tl.cdiv(end, BLOCK), NEAR // BLOCK + tl.cdiv(end - NEAR, LONG * BLOCK))
-    if blocks <= CHUNK:  # the row's own position decides which branch runs
-        top, total, acc = _joined(sums, tops, totals, first + 1, 0, blocks, top, total, acc, DIM, WIDTH, CHUNK)
-    else:
-        for begin in range(0, blocks, 2 * CHUNK):
-            top, total, acc = _joined(
-                sums, tops, totals, first + 1, begin, blocks, top, total, acc, DIM, WIDTH, 2 * CHUNK
-            )
-    tl.store(out + at * DIM + d, (acc / total).to(out.dtype.element_ty), mask=d < DIM)
+    if BATCH:
+        total = tl.where(row < tl.load(counts + SAMPLED_COUNT), total, 0.0)
+    if total != 0.0:
+        top = tl.load(tops + first)
+        acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
+        blocks = tl.cdiv(tl.load(shared + row), BLOCK)
+        for begin in range(0, blocks, UNROLLED):
+            at_0 = first + 1 + begin
+            end = first + 1 + blocks
+            # all loads come before the sums, which wait for one another
+            t_0, w_0, a_0 = _loaded(sums, tops, totals, at_0, end, DIM, WIDTH)
+            t_1, w_1, a_1 = _loaded(sums, tops, totals, at_0 + 1, end, DIM, WIDTH)
+            t_2, w_2, a_2 = _loaded(sums, tops, totals, at_0 + 2, end, DIM, WIDTH)
+            t_3, w_3, a_3 = _loaded(sums, tops, totals, at_0 + 3, end, DIM, WIDTH)
+            t_4, w_4, a_4 = _loaded(sums, tops, totals, at_0 + 4, end, DIM, WIDTH)
+            t_5, w_5, a_5 = _loaded(sums, tops, totals, at_0 + 5, end, DIM, WIDTH)
+            t_6, w_6, a_6 = _loaded(sums, tops, totals, at_0 + 6, end, DIM, WIDTH)
+            t_7, w_7, a_7 = _loaded(sums, tops, totals, at_0 + 7, end, DIM, WIDTH)
+            top, total, acc = _joined(top, total, acc, t_0, w_0, a_0)
+            top, total, acc = _joined(top, total, acc, t_1, w_1, a_1)
+            top, total, acc = _joined(top, total, acc, t_2, w_2, a_2)
+            top, total, acc = _joined(top, total, acc, t_3, w_3, a_3)
+            top, total, acc = _joined(top, total, acc, t_4, w_4, a_4)
+            top, total, acc = _joined(top, total, acc, t_5, w_5, a_5)
+            top, total, acc = _joined(top, total, acc, t_6, w_6, a_6)
+            top, total, acc = _joined(top, total, acc, t_7, w_7, a_7)
+        tl.store(out + at * DIM + d, (acc * (1.0 / total)).to(out.dtype.element_ty), mask=d < DIM)
 
 
 @triton.jit
-def _joined(
-    sums,
-    tops,
-    totals,
-    first,
-    begin,
-    blocks,
-    top,
-    total,
-    acc,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Add the partial results of some blocks to the running result."""
+def _loaded(sums, tops, totals, at, end, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the result of one block; one from `end` on adds nothing."""
     d = tl.arange(0, WIDTH)
-    b = begin + tl.arange(0, CHUNK)
-    there = b < blocks
-    tops_here = tl.load(tops + first + b, mask=there, other=float("-inf"))
-    totals_here = tl.load(totals + first + b, mask=there, other=0.0)
-    sums_here = tl.load(
-        sums + (first + b)[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0
-    ).to(tl.float32)
-    new = tl.maximum(top, tl.max(tops_here, 0))
+    there = at < end
+    return (
+        tl.load(tops + at, mask=there, other=float("-inf")),
+        tl.load(totals + at, mask=there, other=0.0),
+        tl.load(sums + at * DIM + d, mask=(at + d * 0 < end) & (d < DIM), other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _joined(top, total, acc, block_top, block_total, average):
+    """Do as `_merged` for one row."""
+    new = tl.maximum(top, block_top)
     fade = tl.exp2(top - new)
-    weight = tl.exp2(tops_here - new) * totals_here
-    return new, total * fade + tl.sum(weight, 0), acc * fade + tl.sum(weight[:, None] * sums_here, 0)
+    weight = tl.exp2(block_top - new) * block_total
+    return new, total * fade + weight, acc * fade + average * weight

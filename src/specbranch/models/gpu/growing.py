@@ -7,7 +7,7 @@ of a growth that was broken off are not in the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,9 +73,9 @@ class TreeGrower:
         parents = (DEVICE_NODES - len(growing.tree)) // growth.children - 1  # that may have children
         return max(min(slots.room - uncomputed, growth.most, parents), 0)
 
-    def bucket(self, kv_slots: int) -> Bucket:
-        """Return the bucket of all steps of a tree behind this many KV slots."""
-        return growing_bucket(kv_slots, self._graphs.step.least)
+    def bucket(self) -> Bucket:
+        """Return the bucket of all steps of a tree."""
+        return growing_bucket(self._graphs.step.least)
 
     def carries(self, moves: np.ndarray) -> bool:
         """True if the first step of a tree can make these moves."""
@@ -110,14 +110,13 @@ class TreeGrower:
         """Let the device choose the first step of a tree whose text is computed already."""
         self.tree.grow(None if read is None else read.results, self._graphs.input, bucket)
 
-    def warm_up(self, buckets: Iterable[Bucket]) -> None:
-        """Compile `choose` for the steps of a tree, on no tree; without a GPU there is nothing to compile."""
+    def warm_up(self) -> None:
+        """Compile `choose`, on no tree; without a GPU there is nothing to compile."""
         if self._transfer.device.type != "cuda":
             return
         before = self.tree.state.clone()
-        for bucket in buckets:
-            self.tree.clear()
-            self.choose(bucket)
+        self.tree.clear()
+        self.choose(self.bucket())
         self.tree.state.copy_(before)
         self.tree.forget_reported()
 

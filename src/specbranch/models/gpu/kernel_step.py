@@ -21,7 +21,7 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.stored_linear import StoredLinear
 from specbranch.models.gpu.attention import begins_early, launch, triton_works
-from specbranch.models.gpu.layout import MOST_STEP_ROWS, Views, power_of_two
+from specbranch.models.gpu.layout import MOST_STEP_ROWS, MOST_TOTAL_ROWS, Views, power_of_two
 from specbranch.models.gpu.small import PLAIN_FUNCTIONS
 from specbranch.models.gpu.step import GpuStep
 
@@ -51,23 +51,31 @@ Cuts = dict[tuple[str, int, int], Cut]  # by the product's purpose, outputs and 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiling of a product of many rows: rows of a program, its cut, and the least number of programs."""
+    """The tiling of a product for some number of rows: rows of a program, its cut, how x and w are read.
+
+    `boxed`: by tensor descriptors. `joined`: a program computes all split-K parts, one after the other.
+    """
 
     rows: int
     cut: Cut
-    programs: int = 80  # with fewer, too many of an H200's 132 multiprocessors are idle
+    boxed: bool = False
+    joined: bool = False
 
 
-# Tiles for steps of 64 rows and more, the largest first. On Hopper a row has the same bits with all of them: only the
-# number of parts changes bits (`tests/gpu/test_products_on_gpu.py`).
+# Tiles for steps of more than 64 rows, the largest first. On Hopper a row has the same bits with all of them: only the
+# number of parts changes bits (`tests/gpu/test_products_on_gpu.py`). Measured on one H200: at 128, 256, 512 and 2,048
+# rows an 8B's products take 4.4, 6.1, 10.3 and 37.5 ms with the best of them, through cuBLAS 4.5, 5.9, 9.5 and 36.2.
 WIDE_TILES = (
-    Tiles(128, Cut(256, 64, 1, False, 8, 4)),
-    Tiles(128, Cut(128, 64, 1, False, 8, 5)),
-    Tiles(64, Cut(256, 64, 1, False, 4, 4)),
-    Tiles(64, Cut(128, 64, 1, True, 8, 5)),
-    Tiles(64, Cut(64, 128, 1, True, 4, 4), 64),
+    Tiles(128, Cut(256, 64, 1, True, 8, 4), boxed=True),
+    Tiles(128, Cut(128, 64, 1, False, 8, 5), boxed=True),
+    Tiles(128, Cut(64, 128, 1, True, 4, 4), boxed=True),
+    Tiles(64, Cut(128, 64, 1, True, 4, 5), boxed=True),
+    Tiles(64, Cut(64, 128, 1, True, 4, 4), boxed=True),
 )
-WIDEST = {"qkv": 128, "out": 128, "down": 128}  # columns of a tile, at most; other products have no limit
+WIDE_ROWS = 64  # steps with more rows take wide tiles
+LEAST_PROGRAMS = 80  # with fewer, too many of an H200's 132 multiprocessors are idle
+MOST_SPLIT_ROWS = 512  # rows of a step whose split-K parts are different programs, at most
+WIDEST = {"out": 128, "down": 128}  # columns of a tile, at most; other products have no limit
 
 # The fastest cuts on one H200 (`scripts/find_cuts.py`). Other shapes, and other kinds of GPU, use `safe_cut`.
 PRODUCT_CUTS: Cuts = {
@@ -145,23 +153,42 @@ class Product:
     cut: Cut
     wide: tuple[Tiles, ...] = ()  # tilings for many rows
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weight, bias and scale; the weight stands in for a missing one, as a kernel needs some tensor."""
-        return self.weight, _or(self.bias, self.weight), _or(self.scale, self.weight)
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return bias and scale; the weight stands in for a missing one, as a kernel needs some tensor."""
+        return _or(self.bias, self.weight), _or(self.scale, self.weight)
 
     def tiles(self, rows: int) -> Tiles:
         """Return the tiling for this many rows; the weights that a program reads serve all of its rows."""
+        if rows <= WIDE_ROWS or not self.wide:
+            return Tiles(min(max(power_of_two(rows), ROW_TILE), MOST_TOGETHER[self.cut.swap]), self.cut)
         for tiles in self.wide:
-            if tiles.rows <= rows and self._programs(tiles, rows) >= tiles.programs:
+            programs = -(-rows // tiles.rows) * -(-self.outs // tiles.cut.tile)
+            if programs >= LEAST_PROGRAMS:
+                return replace(tiles, joined=True)
+            if programs * self.cut.parts >= LEAST_PROGRAMS and rows <= MOST_SPLIT_ROWS:
                 return tiles
-        return Tiles(min(max(power_of_two(rows), ROW_TILE), MOST_TOGETHER[self.cut.swap]), self.cut)
+        return replace(self.wide[-1], joined=True)
 
-    def how(self, rows: int, early: bool) -> dict[str, Any]:
+    def operands(self, x: Tensor, tiles: Tiles, pair: bool = False) -> tuple[Any, Any]:
+        """Return x and the weight as a kernel reads them; `pair`: a tile has two pieces of the weight."""
+        if not tiles.boxed:
+            return x, self.weight
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        columns, step = tiles.cut.tile // 2 if pair else tiles.cut.tile, tiles.cut.step
+        return (
+            TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [tiles.rows, step]),
+            TensorDescriptor(self.weight, [self.outs, self.ins], [self.ins, 1], [columns, step]),
+        )
+
+    def how(self, rows: int, early: bool, chunks: bool = False) -> dict[str, Any]:
         """Return the kernel's constants; EVEN and FULL say that no mask is needed."""
         tiles = self.tiles(rows)
         cut, together = tiles.cut, tiles.rows
         shape = {"ROWS": together, "TILE": cut.tile, "STEP": cut.step, "PARTS": self.cut.parts, "SWAP": cut.swap}
-        shape["STORED"] = BITS[stored_as(self.weight)]
+        unit = self.cut.step if self.cut.parts > 1 else cut.step
+        shape |= {"STORED": BITS[stored_as(self.weight)], "UNIT": unit, "CHUNKS": chunks}
+        shape |= {"BOXED": tiles.boxed, "JOINED": tiles.joined}
         shape |= {"EVEN": self.ins % cut.step == 0, "FULL": self.outs % cut.tile == 0, "EARLY": early}
         stages = min(cut.stages, FAST_MEMORY // (cut.step * (cut.tile * self.weight.element_size() + together * 2)))
         return {**shape, "num_warps": cut.warps, "num_stages": stages, "enable_fp_fusion": False, **launch(early)}
@@ -172,8 +199,9 @@ class Product:
         columns = tiles.cut.tile if outs is None else tiles.cut.tile * outs // self.outs
         return -(-rows // tiles.rows), -(-(self.outs if outs is None else outs) // columns)
 
-    def _programs(self, tiles: Tiles, rows: int) -> int:
-        return -(-rows // tiles.rows) * -(-self.outs // tiles.cut.tile) * self.cut.parts
+    def parts(self, rows: int) -> int:
+        """Return how many programs share the inputs of a tile."""
+        return 1 if self.tiles(rows).joined else self.cut.parts
 
 
 class KernelStep(GpuStep):
@@ -194,13 +222,16 @@ class KernelStep(GpuStep):
             {name: product_of(name, getattr(layer, name), arch) for name in PRODUCT_NAMES} for layer in decoder.layers
         ]
         self._head = product_of("head", decoder.head, arch)
+        self.takes_chunks = all(product.wide for products in self._products for product in products.values())
+        most = MOST_TOTAL_ROWS if self.takes_chunks else MOST_STEP_ROWS
         wide = arch.heads * arch.head_dim
-        self._stream, self._scaled = torch.zeros(2, MOST_STEP_ROWS, arch.hidden, device=device, dtype=dtype)
-        self._queries = torch.zeros(MOST_STEP_ROWS, wide, device=device, dtype=dtype)
-        self._gated = torch.zeros(MOST_STEP_ROWS, arch.intermediate, device=device, dtype=dtype)
+        self._stream, self._scaled = torch.zeros(2, most, arch.hidden, device=device, dtype=dtype)
+        self._queries, self._attended = torch.zeros(2, most, wide, device=device, dtype=dtype)
+        self._gated = torch.zeros(most, arch.intermediate, device=device, dtype=dtype)
+        self._no_counts = torch.zeros(1, dtype=torch.int32, device=device)
         cuts = {name: self._products[0][name].cut for name in ("out", "down")}
         self._norms = {name: power_of_two(-(-arch.hidden // cut.tile)) for name, cut in cuts.items()}
-        self._squares = {name: torch.zeros(MOST_STEP_ROWS, count, device=device) for name, count in self._norms.items()}
+        self._squares = {name: torch.zeros(most, count, device=device) for name, count in self._norms.items()}
         widest = -(-arch.hidden // WIDEST["out"]) * WIDEST["out"]
         self._parts = torch.zeros(MOST_STEP_ROWS * widest * max(cut.parts for cut in cuts.values()), device=device)
         self._arrived = torch.zeros(
@@ -208,20 +239,25 @@ class KernelStep(GpuStep):
         ).int()
         self._scored: dict[int, Tensor] = {}  # by rows
 
-    def pin(self, pages: int) -> None:
+    def pin(self) -> None:
         """Do nothing: no sum depends on the size of a step."""
 
     def forward(self, step: Views, tapped: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Run all layers and write keys and values; see `GpuStep.forward`."""
-        decoder, seen, rows = self.decoder, list[Tensor](), len(step.tokens)
+        """Run all layers and write keys and values; see `GpuStep.forward`.
+
+        Of rows of prompts the last layer computes keys and values only.
+        """
+        decoder, seen, rows, total = self.decoder, list[Tensor](), len(step.shared), len(step.tokens)
         untapped = len(decoder.layers) - tapped + 1
-        self._embed(step, rows)
+        self._embed(step, total)
         for index, (layer, products) in enumerate(zip(decoder.layers, self._products, strict=True)):
             if tapped and index >= untapped:
                 seen.append(self._stream[:rows].clone())
-            self._add("out", products["out"], self._attended(index, products["qkv"], step, rows), layer.mlp_norm, rows)
-            self._gate(products["gate_up"], rows)
-            self._add("down", products["down"], self._gated, self._next_norms[index], rows)
+            count = total if index + 1 < len(decoder.layers) else rows
+            attended = self._attend(index, products["qkv"], step, total, count)
+            self._add("out", products["out"], attended, layer.mlp_norm, step, count)
+            self._gate(products["gate_up"], step, count)
+            self._add("down", products["down"], self._gated, self._next_norms[index], step, count)
         logits = self._score(rows)
         if not tapped:
             return logits, None
@@ -241,32 +277,42 @@ class KernelStep(GpuStep):
             DIM=arch.head_dim, EARLY=self._early, num_warps=8, **launch(self._early),
         )  # fmt: skip
 
-    def _attended(self, index: int, product: Product, step: Views, rows: int) -> Tensor:
+    def _attend(self, index: int, product: Product, step: Views, rows: int, count: int) -> Tensor:
+        """Write keys and values of all rows, and attend from the first `count` of them."""
         arch, (keys, values) = self.decoder.arch, self._sides[index]
         norm = self.decoder.layers[index].qk_norm
+        x, weight = product.operands(self._scaled, product.tiles(rows))
         self._kernels.qkv[product.grid(rows)](
-            self._scaled, *product.tensors(), self._squares["down"], _or(norm, product.weight), self.decoder.cos,
-            self.decoder.sin, step.positions, step.slots, self._queries, keys, values, keys.stride(0), arch.rms_eps,
-            rows, arch.hidden, HEADS=arch.heads, KV_HEADS=arch.kv_heads, DIM=arch.head_dim, PAGE=PAGE,
-            BIASED=product.bias is not None, NORMED=norm is not None, NORMS=self._norms["down"],
-            **product.how(rows, self._early),
+            x, weight, *product.tensors(), self._squares["down"], _or(norm, product.weight), self.decoder.cos,
+            self.decoder.sin, step.positions, step.slots, self._counts(step), self._queries, keys, values,
+            keys.stride(0), arch.rms_eps, rows, arch.hidden, HEADS=arch.heads, KV_HEADS=arch.kv_heads,
+            DIM=arch.head_dim, PAGE=PAGE, BIASED=product.bias is not None, NORMED=norm is not None,
+            NORMS=self._norms["down"], **product.how(rows, self._early, step.tiles is not None),
         )  # fmt: skip
         queries = self._queries[:rows].view(rows, arch.heads, arch.head_dim)
-        return self.attend(queries, keys, values, step)
+        self.attend(queries, keys, values, step, self._attended, count < rows)
+        return self._attended
 
-    def _add(self, name: str, product: Product, x: Tensor, norm: Tensor, rows: int) -> None:
-        self._kernels.added[(*product.grid(rows), product.cut.parts)](
-            x, *product.tensors(), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived,
-            rows, product.outs, product.ins, BIASED=product.bias is not None, NORMS=self._norms[name],
-            NORM_TILE=product.cut.tile, **product.how(rows, self._early),
+    def _add(self, name: str, product: Product, x: Tensor, norm: Tensor, step: Views, rows: int) -> None:
+        of_x, weight = product.operands(x, product.tiles(rows))
+        self._kernels.added[(*product.grid(rows), product.parts(rows))](
+            of_x, weight, *product.tensors(), self._stream, self._scaled, norm, self._squares[name], self._parts,
+            self._arrived, self._counts(step), rows, product.outs, product.ins, BIASED=product.bias is not None,
+            NORMS=self._norms[name], NORM_TILE=product.cut.tile,
+            **product.how(rows, self._early, step.tiles is not None),
         )  # fmt: skip
 
-    def _gate(self, product: Product, rows: int) -> None:
+    def _gate(self, product: Product, step: Views, rows: int) -> None:
         outs = product.outs // 2
+        x, weight = product.operands(self._scaled, product.tiles(rows), pair=True)
         self._kernels.gated[product.grid(rows, outs)](
-            self._scaled, *product.tensors(), self._squares["out"], self._gated, self.decoder.arch.rms_eps, rows, outs,
-            product.ins, BIASED=product.bias is not None, NORMS=self._norms["out"], **product.how(rows, self._early),
+            x, weight, *product.tensors(), self._squares["out"], self._gated, self._counts(step),
+            self.decoder.arch.rms_eps, rows, outs, product.ins, BIASED=product.bias is not None,
+            NORMS=self._norms["out"], **product.how(rows, self._early, step.tiles is not None),
         )  # fmt: skip
+
+    def _counts(self, step: Views) -> Tensor:
+        return _or(step.counts, self._no_counts)
 
     def _score(self, rows: int) -> Tensor:
         product = self._head
@@ -274,9 +320,10 @@ class KernelStep(GpuStep):
             self._scored[rows] = torch.zeros(-(-rows // ROW_TILE) * ROW_TILE, product.outs, device=self._stream.device)[
                 :rows
             ]
-        out, (weight, _, scale) = self._scored[rows], product.tensors()
+        out, (_, scale) = self._scored[rows], product.tensors()
+        x, weight = product.operands(self._scaled, product.tiles(rows))
         self._kernels.scored[product.grid(rows)](
-            self._scaled, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs,
+            x, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs,
             product.ins, NORMS=self._norms["down"], **product.how(rows, self._early),
         )  # fmt: skip
         return out
@@ -299,9 +346,16 @@ def product_of(name: str, linear: Linear, arch: Architecture) -> Product:
 
 
 def wide_tiles(name: str, cut: Cut, head_dim: int) -> tuple[Tiles, ...]:
-    """Return the tilings of a product for many rows: multiples of its cut's tile; for qkv, parts of a head."""
-    widest = min(WIDEST.get(name, 256), head_dim if name == "qkv" else 256)
-    return tuple(tiles for tiles in WIDE_TILES if cut.tile <= tiles.cut.tile <= widest)
+    """Return the tilings of a product for many rows: multiples of its cut's tile; for qkv, whole heads.
+
+    A split-K part has whole loop steps of each of them.
+    """
+    least, most = (head_dim, head_dim) if name == "qkv" else (cut.tile, WIDEST.get(name, 256))
+    return tuple(
+        tiles
+        for tiles in WIDE_TILES
+        if least <= tiles.cut.tile <= most and (cut.parts == 1 or not cut.step % tiles.cut.step)
+    )
 
 
 def kernels_fit(decoder: Decoder, memory: Memory) -> bool:

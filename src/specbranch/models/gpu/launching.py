@@ -23,19 +23,22 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import TAIL
 from specbranch.core.warm_up import ForwardSizes, StepTime, not_late
 from specbranch.models.forward.decoder import Decoder
-from specbranch.models.forward.step_rows import Rows, split_into_steps
+from specbranch.models.forward.step_rows import ChunkRows, Rows, split_into_steps
 from specbranch.models.forward.transfer import Reading
-from specbranch.models.gpu.attention import blocks_of
+from specbranch.models.gpu.attention import chunk_tile_rows, most_partial_rows
 from specbranch.models.gpu.begun import Ahead, Followed, Received
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import TextRead
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.kinds_file import KindsFile
 from specbranch.models.gpu.layout import (
+    CHUNK_STEP_ROWS,
     GROUP_ROWS,
+    MOST_TOTAL_ROWS,
     Bucket,
     Choosing,
     brought_moves,
+    fitting_chunks,
     most_moves,
     pack,
     power_of_four,
@@ -45,19 +48,18 @@ from specbranch.models.gpu.step import GpuStep, Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
 from specbranch.models.gpu.warm_up import (
     KERNEL_WATCH,
-    forward_seconds,
+    ForwardTable,
     kinds_in_order,
     limits_of,
     run_outside_graphs,
     step_times,
 )
 from specbranch.models.runners.native import NativeRunner
+from specbranch.models.runners.pending_prefill import PendingChunk
 from specbranch.models.runners.torch_runner import PREFILL_CHUNKS, ProbeNetwork
 from specbranch.models.sampling.logit_rows import TensorRow
 from specbranch.models.sampling.sample import Asked
 from specbranch.models.sampling.sheet import Arrays
-
-PARTIAL_BYTES = 1 << 28  # bytes of attention's partial results in a step, at most
 
 
 class StepLauncher(NativeRunner):
@@ -65,7 +67,7 @@ class StepLauncher(NativeRunner):
 
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
-        self._fused, self.prefill_chunk = None, PREFILL_CHUNKS["cuda"]
+        self._fused = None
         self._stream = own_stream(self, self.device) if self.device.type == "cuda" else None
         self._clock = None if self._stream is None else StreamClock(self._stream)
         self.transfer.stream = self._stream
@@ -75,6 +77,10 @@ class StepLauncher(NativeRunner):
             self._graphs.choose_with(self._chooser())
         KERNEL_WATCH.count_for(self._graphs)
         self._kinds: dict[ForwardSizes, KindsFile] = {}  # of the sizes that it is warmed up for
+        self._times = ForwardTable(self._graphs)
+        # Where a step takes rows of prompts, a prompt may be cut anywhere.
+        self.prefill_chunk = 1 if self._graphs.step.takes_chunks else PREFILL_CHUNKS["cuda"]
+        self._tile_rows = chunk_tile_rows(self.architecture.heads // self.architecture.kv_heads)
         # pending moves: sequence, KV slots of the pool, and the lowest slot of the sequence that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
         # started ahead of the worker's order: a step, and a text behind which a tree may grow
@@ -86,6 +92,11 @@ class StepLauncher(NativeRunner):
     def note(self) -> Callable[[], DeviceMoment] | None:
         """A function that notes when the device has done all work given to it so far; None on a CPU."""
         return None if self._clock is None else self._clock.note
+
+    @property
+    def most_prefill(self) -> int | None:
+        """How many prompt tokens one forward takes; None: a prompt takes several forwards anyway."""
+        return MOST_TOTAL_ROWS - CHUNK_STEP_ROWS[0] if self._graphs.step.takes_chunks else None
 
     def padded(self, rows: int) -> int:
         """Return the padded number of rows of a step."""
@@ -109,10 +120,10 @@ class StepLauncher(NativeRunner):
         with not_late([self]), self._graphs.warming_up():
             with self._in_turn():
                 self._warm_up_kernels()
-                limits = limits_of(self._graphs, self._most_pages)
-                self._graphs.capture(kinds_in_order(sizes, limits, layers, file.read()))
+                kinds = kinds_in_order(sizes, limits_of(self._graphs), layers, file.read())
+                self._graphs.capture(kinds)
             run_outside_graphs(self)
-        self._kinds[sizes] = file
+        self._kinds[sizes], self._times = file, ForwardTable(self._graphs)
 
     def step_times(self) -> list[StepTime]:
         """Return the times of all kinds of steps that a warm-up has captured, the smallest first."""
@@ -120,7 +131,7 @@ class StepLauncher(NativeRunner):
 
     def forward_seconds(self, rows: int) -> float | None:
         """Return the seconds of a forward of this many rows without context; None: it was not timed."""
-        return forward_seconds(self._graphs, rows)
+        return self._times.seconds(rows)
 
     def save_kinds(self) -> None:
         """Save which kinds of steps were run, so that the next process captures them first."""
@@ -194,9 +205,9 @@ class StepLauncher(NativeRunner):
             states += [] if ran.states is None else [ran.states[:rows].clone()]
         return (torch.cat(blocks) if len(blocks) > 1 else blocks[0], torch.cat(states) if states else None), sent
 
-    def _chosen(self, rows: list[Rows], choosing: Choosing, count: int, timed: bool = False) -> tuple[Ran, Reading]:
+    def _chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Reading]:
         """Run rows as one step that samples, and start to read its results."""
-        ran = self._start(rows, choosing, count, timed=timed)
+        ran = self._start(rows, choosing, count)
         return ran, self._read_later(ran, len(choosing.said))
 
     def _read_later(self, ran: Ran, rows: int) -> Reading:
@@ -204,25 +215,82 @@ class StepLauncher(NativeRunner):
         return self.transfer.later(ran.results[:rows])
 
     def _start(
-        self, rows: list[Rows], choosing: Choosing, count: int, tree_step: Bucket | None = None, timed: bool = False
+        self,
+        rows: list[Rows],
+        choosing: Choosing,
+        count: int,
+        grows: bool = False,
+        timed: bool = False,
+        chunks: Sequence[ChunkRows] = (),
     ) -> Ran:
-        """Run rows as one step that samples.
+        """Run rows as one step that samples, together with `chunks`.
 
-        `tree_step`: the bucket of the steps of a tree that grows from this one. `timed`: note when the device starts.
+        `grows`: a tree grows from this step. `timed`: note when the device starts.
         """
         moves = self._moves_for(len(choosing.said))
-        return self._run_packed(
-            *self._packed(rows, choosing, moves, tree_step), moves, count, tree_step is not None, timed
-        )
+        return self._run_packed(*self._packed(rows, choosing, moves, chunks), moves, count, grows, timed)
 
     def _packed(
-        self, rows: list[Rows], choosing: Choosing, moves: np.ndarray | None, tree_step: Bucket | None = None
+        self,
+        rows: list[Rows],
+        choosing: Choosing | None,
+        moves: np.ndarray | None,
+        chunks: Sequence[ChunkRows] = (),
     ) -> tuple[np.ndarray, Bucket]:
         """Pack a step for the device."""
-        least = self._graphs.step.least
-        if tree_step is not None:  # the graph writes the tree's first step, which has as many pages
-            least = least._replace(pages=max(tree_step.pages, least.pages))
-        return pack(rows, self.pool.pages * PAGE, choosing, moves, least)
+        least, spare = self._graphs.step.least, self.pool.pages * PAGE
+        return pack(rows, spare, choosing, moves, least, chunks, self._tile_rows)
+
+    def _start_with_prefill(self, rows: list[Rows], choosing: Choosing) -> Ran:
+        """Run rows as one step that samples, which also computes prefill that was put off.
+
+        What does not fit into the step is computed before it.
+        """
+        if not self._pending or not self._graphs.step.takes_chunks:
+            self.flush()
+            return self._start(rows, choosing, 1, timed=True)
+        pending = self._pending.held()
+        try:
+            chunks = self._compute_until(pending, len(choosing.said))
+            ran = self._start(rows, choosing, 1, timed=True, chunks=chunks)
+            self._computed(pending)
+        except BaseException:
+            self._drop_pending()
+            raise
+        return ran
+
+    def _compute_chunks(self, pending: Sequence[PendingChunk]) -> None:
+        """Compute prefill that was put off, several prompts in one step."""
+        if not self._graphs.step.takes_chunks:
+            self._up({})
+            super()._compute_chunks(pending)
+            return
+        if rest := self._compute_until(pending, 0):
+            self._run_chunks(rest)
+        for chunk in pending:
+            self._publish(chunk)
+
+    def _compute_until(self, pending: Sequence[PendingChunk], rows: int) -> list[ChunkRows]:
+        """Compute rows of prompts, until the others fit into a step with `rows` sampled rows; returns these."""
+        chunks = [ChunkRows(chunk.table, chunk.tokens, chunk.start) for chunk in pending]
+        while True:
+            taken, rest = fitting_chunks(chunks, rows, self._tile_rows)
+            if not rest:
+                return taken
+            first, chunks = fitting_chunks(chunks, 0, self._tile_rows)
+            self._run_chunks(first)
+
+    @torch.inference_mode()
+    def _run_chunks(self, chunks: Sequence[ChunkRows]) -> None:
+        """Run a step of rows of prompts alone."""
+        moves = self._moves_for(CHUNK_STEP_ROWS[0])
+        self._run_packed(*self._packed([], None, moves, chunks), moves, 1)
+
+    def _computed(self, pending: Sequence[PendingChunk]) -> None:
+        """Publish chunks whose forward was launched."""
+        for chunk in pending:
+            self._publish(chunk)
+        self._pending.clear()
 
     def _run_packed(
         self,
@@ -245,10 +313,9 @@ class StepLauncher(NativeRunner):
 
     def _most_rows(self, work: Sequence[Rows]) -> int:
         """Return how many rows a step takes: fewer for long sequences, as each row has a partial result per block."""
-        arch, pages = self.architecture, max(-(-(part.start + len(part.tokens)) // PAGE) for part in work)
-        blocks = blocks_of(2 * pages)  # a bucket may have twice as many pages
-        row = arch.heads * (arch.head_dim * self.dtype.itemsize + 8) * (1 + blocks)
-        return min(self._graphs.step.most_rows, max(PARTIAL_BYTES // row // GROUP_ROWS, 1) * GROUP_ROWS)
+        arch, longest = self.architecture, max(part.start + len(part.tokens) for part in work)
+        most = most_partial_rows(longest, arch.heads, arch.head_dim, self.dtype.itemsize)
+        return min(self._graphs.step.most_rows, most)
 
     def _is_one_step(self, rows: list[Rows]) -> bool:
         count = sum([len(part.tokens) for part in rows])
@@ -332,8 +399,13 @@ class StepLauncher(NativeRunner):
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
         self._ahead = None  # a page that it wrote to may be free by now, and may be written
         with self._here():
-            self._up({})
             super()._extend(seq, tokens)
+
+    def flush(self) -> None:
+        """Compute all prefill that was put off; see `NativeRunner`."""
+        if self._pending:
+            with self._here():
+                super().flush()
 
     def _moment(self) -> DeviceMoment:
         """Note when the device reaches this point of its work; on a CPU that is now."""

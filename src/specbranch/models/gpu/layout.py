@@ -1,10 +1,11 @@
 """A packed step: all inputs of a forward over several sequences in one int32 array, which one copy brings to a device.
 
-Owns the order of the sections and their padding. A row reads the positions before `shared` through its group's page
-table, the others, itself last, through its own path. Sampling parameters and pending moves of KV slots are sections,
-too. Invariants: the bucket alone decides where a section lies, so a captured graph reads every step of a bucket through
-the same views. A row's position alone decides `shared`, unless its tail is too deep: the part that does not lie at its
-own positions may have one group at most.
+Owns the order of the sections and their padding. A step has rows that are sampled, and behind them rows of prompts. A
+sampled row reads the positions before `shared` through its group's page table, the others, itself last, through its own
+path. A prompt's row reads all its positions through the page table of its tile. Sampling parameters and pending moves
+of KV slots are sections, too. Page tables come last, as their length varies. Invariants: the bucket alone decides where
+a section lies, so a captured graph reads every step of a bucket through the same views. A row's position alone decides
+`shared`, unless its tail is too deep: the part that does not lie at its own positions may have one group at most.
 """
 
 from __future__ import annotations
@@ -20,14 +21,24 @@ import numpy as np
 from torch import Tensor
 
 from specbranch.core.pages import PAGE
-from specbranch.models.forward.step_rows import GROUP_POSITIONS, Rows
+from specbranch.models.forward.step_rows import GROUP_POSITIONS, ChunkRows, Rows
 
 LONGEST_OWN = 192  # KV slots of the longest own path
-MOST_STEP_ROWS = 512  # rows of a step, at most
+MOST_STEP_ROWS = 512  # sampled rows of a step, at most
+MOST_TOTAL_ROWS = 2048  # rows of a step, at most, those of prompts included
+LEAST_TOTAL_ROWS = 64  # the same, at least, if it has rows of prompts
+CHUNK_STEP_ROWS = (16, 64, 256, 512)  # padded numbers of sampled rows of steps with rows of prompts: few kinds
 GROUP_ROWS = 16  # rows of a sequence that read its shared positions together
+BATCH_GROUP_ROWS = 4  # the same in a step of several sequences, most of which have few rows
+LEAST_TILE_ROWS = 16  # rows of a prompt that read their keys together, at least
 ALIGNED = 32  # numbers: sections begin at whole cache lines in every bucket
-PER_ROW = 5  # sections with one number per row; they come first, so that they can be written as one table
-OWN_SECTION, COUNTS_SECTION, MOVES_SECTION = 3, 4, 5  # sections, by number
+ALL_ROWS = 3  # sections with one number per row, those of prompts included: token, position, KV slot
+PER_ROW = 5  # the same and those of sampled rows: shared, own_count
+# sections, by number
+ROWS_SECTION, CHOICE_SECTION, GROUPS_SECTION, OWN_SECTION, COUNTS_SECTION, MOVES_SECTION, TILES_SECTION = range(7)
+# entries of the section of counts: moves; depth of the deepest row; most shared positions of a row; rows in use, with
+# padding of sampled rows and with rows of prompts; sampled rows without padding
+MOVED_COUNT, DEPTH_COUNT, SHARED_COUNT, USED_COUNT, SAMPLED_COUNT = range(5)
 SHIFT = PAGE.bit_length() - 1
 ROOT_ROW, NO_ROW = -1, -2  # values of `said`: the row is a root, the row can never be accepted
 ONE = int(np.float32(1.0).view(np.int32))
@@ -48,43 +59,87 @@ class Choosing(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The padded size of a step, all powers of two."""
+    """The padded size of a step."""
 
-    rows: int
-    groups: int
-    pages: int  # of the longest page table
+    rows: int  # sampled ones
+    groups: int  # of one sequence GROUP_ROWS rows each; of several sequences as many groups as rows
+    chunk: int = 0  # rows of prompts
+
+    @property
+    def total(self) -> int:
+        """All rows."""
+        return self.rows + self.chunk
 
 
-SMALLEST_BUCKET = Bucket(1, 1, 8)  # 8 pages, so that short sequences share graphs
+SMALLEST_BUCKET = Bucket(1, 1)
+DEFAULT_PAGES = 64  # of the longest page table, if nobody says otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Views:
     """The sections of a packed step, int32."""
 
-    tokens: Tensor  # [rows]
-    positions: Tensor  # [rows]
-    slots: Tensor  # [rows] KV slots of the pool that keys and values are written to
+    tokens: Tensor  # [all rows]
+    positions: Tensor  # [all rows]
+    slots: Tensor  # [all rows] KV slots of the pool that keys and values are written to
     shared: Tensor  # [rows] how many positions are read through the page table
     own_count: Tensor  # [rows] length of the own path, at least 1
-    groups: Tensor  # [groups, 2] first row and number of rows, consecutive; 0 rows if a group is padding
-    tables: Tensor  # [groups, pages]
+    # [groups, 3] first row and number of rows, consecutive, and where the page table begins; 0 rows: padding
+    groups: Tensor
+    tables: Tensor  # page tables, one after the other
     own: Tensor  # [rows, LONGEST_OWN] KV slots of the pool by position; beyond `own_count` without meaning
     choosing: Tensor | None = None  # [fields of Choosing, at least rows]
-    counts: Tensor | None = None  # the number of moves, and the depth of the deepest row
+    counts: Tensor | None = None  # see MOVED_COUNT and the others
     # [2, some] KV slots of the pool: sources and targets, copied one after the other
     moves: Tensor | None = None
+    # [tiles, 4] of prompts: first row, number of rows, where the page table begins, position of the first row
+    tiles: Tensor | None = None
+    most_pages: int = DEFAULT_PAGES  # of the longest page table
 
 
-def bucket_of(work: Sequence[Rows], least: Bucket = SMALLEST_BUCKET) -> Bucket:
-    """Return the smallest bucket for these rows, at least `least` in every dimension."""
+def bucket_of(work: Sequence[Rows], least: Bucket = SMALLEST_BUCKET, chunk: int = 0) -> Bucket:
+    """Return the smallest bucket for these rows and `chunk` rows of prompts, with at least as many rows as `least`."""
     rows = sum([len(part.tokens) for part in work])
-    if not 0 < rows <= MOST_STEP_ROWS:
-        raise ValueError(f"a step takes 1 to {MOST_STEP_ROWS} rows, not {rows}; deal them out first")
-    groups = sum([-(-len(part.tokens) // GROUP_ROWS) for part in work])
-    kv_slots = max([part.start + len(part.tokens) for part in work])
-    found = power_of_four(rows), power_of_four(groups), power_of_two(-(-kv_slots // PAGE))
-    return Bucket(*map(max, found, least))
+    if rows > MOST_STEP_ROWS or not 0 < rows + chunk <= MOST_TOTAL_ROWS:
+        raise ValueError(
+            f"a step takes up to {MOST_STEP_ROWS} sampled rows, and 1 to {MOST_TOTAL_ROWS} in all; got {rows} and "
+            f"{chunk} of prompts; deal them out first"
+        )
+    if chunk:
+        padded = chunk_step_rows(rows)
+        return Bucket(padded, padded, max(power_of_two(padded + chunk), LEAST_TOTAL_ROWS) - padded)
+    padded = max(power_of_four(rows), least.rows)
+    return alone_bucket(padded) if len(work) == 1 else Bucket(padded, padded)
+
+
+def alone_bucket(rows: int) -> Bucket:
+    """Return the bucket of a step of one sequence with this padded number of rows."""
+    return Bucket(rows, max(rows // GROUP_ROWS, 1))
+
+
+def chunk_step_rows(rows: int) -> int:
+    """Return the padded number of sampled rows of a step that has rows of prompts, too."""
+    return next(padded for padded in CHUNK_STEP_ROWS if padded >= rows)
+
+
+def fitting_chunks(chunks: Sequence[ChunkRows], rows: int, tile_rows: int) -> tuple[list[ChunkRows], list[ChunkRows]]:
+    """Return the rows of prompts that fit into a step with `rows` sampled rows, in their order, and the others."""
+    room, taken, used, tiles = MOST_TOTAL_ROWS - chunk_step_rows(rows), list[ChunkRows](), 0, 0
+    for at, chunk in enumerate(chunks):
+        count = min(len(chunk.tokens), room - used)
+        used, tiles = used + count, tiles + -(-count // tile_rows)
+        if not count or tiles > most_tiles(used):  # the bucket is not smaller, so it has as many tiles
+            return taken, list(chunks[at:])
+        if count < len(chunk.tokens):
+            first, rest = chunk.cut(count)
+            return [*taken, first], [rest, *chunks[at + 1 :]]
+        taken.append(chunk)
+    return taken, []
+
+
+def most_tiles(chunk: int) -> int:
+    """Return how many tiles a step of `chunk` rows of prompts can have."""
+    return chunk // 4 + LEAST_TILE_ROWS if chunk else 0
 
 
 def most_moves(rows: int) -> int:
@@ -104,18 +159,30 @@ def power_of_two(number: int) -> int:
 
 
 def packed_size(bucket: Bucket) -> int:
-    """Return the length of a packed step."""
+    """Return the length of a packed step without its page tables."""
     return _offsets(bucket)[-1]
 
 
-def views(packed: Tensor, bucket: Bucket) -> Views:
+def largest_size(most_pages: int) -> int:
+    """Return the length of the longest packed step, if no page table is longer than this."""
+    sequences = MOST_STEP_ROWS + most_tiles(MOST_TOTAL_ROWS)
+    widest = (Bucket(rows, rows, MOST_TOTAL_ROWS - rows) for rows in CHUNK_STEP_ROWS)
+    return max(map(packed_size, widest)) + sequences * most_pages
+
+
+def views(packed: Tensor, bucket: Bucket, most_pages: int = DEFAULT_PAGES) -> Views:
     """Return the sections of a packed step, or of a longer buffer that begins with one."""
     shapes, offsets = _shapes(bucket), _offsets(bucket)
-    per_row = packed[: offsets[1]].view(shapes[0])[:, : bucket.rows]
-    sections = [packed[at : at + prod(shape)].view(shape) for shape, at in zip(shapes[1:], offsets[1:], strict=False)]
-    tokens, positions, slots, shared, own_count = per_row[:PER_ROW]
-    groups, tables, own, counts, moves = sections
-    return Views(tokens, positions, slots, shared, own_count, groups, tables, own, per_row[PER_ROW:], counts, moves)
+    sections = [packed[at : at + prod(shape)].view(shape) for shape, at in zip(shapes, offsets, strict=False)]
+    all_rows, per_row, groups, own, counts, moves, tiles = sections
+    tokens, positions, slots = all_rows[:, : bucket.total]
+    shared, own_count = per_row[: PER_ROW - ALL_ROWS, : bucket.rows]
+    choosing = per_row[PER_ROW - ALL_ROWS :, : bucket.rows]
+    tables = packed[offsets[-1] :]
+    return Views(
+        tokens, positions, slots, shared, own_count, groups, tables, own, choosing, counts, moves,
+        tiles if bucket.chunk else None, most_pages,
+    )  # fmt: skip
 
 
 def brought_moves(packed: Tensor, bucket: Bucket, count: int) -> Tensor:
@@ -131,25 +198,68 @@ def pack(
     choosing: Choosing | None = None,
     moves: np.ndarray | None = None,
     least: Bucket = SMALLEST_BUCKET,
+    chunks: Sequence[ChunkRows] = (),
+    tile_rows: int = LEAST_TILE_ROWS,
 ) -> tuple[np.ndarray, Bucket]:
-    """Pack rows for a device; padding reads and writes KV slot `spare` of the pool."""
+    """Pack rows for a device; padding reads and writes KV slot `spare` of the pool.
+
+    `chunks`: rows of prompts. `tile_rows`: how many rows of one prompt read their keys together.
+    """
     work = [part for part in work if part.tokens]
-    bucket = bucket_of(work, least)
-    packed = _blank(bucket, spare).copy()
-    per_row, groups, tables, own = _sections(packed, bucket)
+    bucket = bucket_of(work, least, sum([len(chunk.tokens) for chunk in chunks]))
+    fixed = packed_size(bucket)
+    tables = [part.table.pages[: -(-(part.start + len(part.tokens)) // PAGE)] for part in (*work, *chunks)]
+    ends = list(accumulate([len(pages) for pages in tables], initial=fixed))
+    packed = np.empty(ends[-1], dtype=np.int32)
+    packed[:fixed] = _blank(bucket, spare)
+    for begin, end, pages in zip(ends, ends[1:], tables, strict=False):
+        packed[begin:end] = pages
+    all_rows, per_row, groups, own = _sections(packed, bucket)
     rows = sum([len(part.tokens) for part in work])
     own[rows:] = spare
-    per_row[0, :rows] = [token for part in work for token in part.tokens]
-    _write_groups(work, groups, tables)
-    _write_paths(work, per_row[1:PER_ROW, :rows], own[:rows])
+    counts = _section(packed, bucket, COUNTS_SECTION)
+    if work:
+        all_rows[0, :rows] = [token for part in work for token in part.tokens]
+        _write_groups(work, groups, [end - fixed for end in ends], GROUP_ROWS if len(groups) < bucket.rows else 0)
+        written = (*all_rows[1:, :rows], *per_row[: PER_ROW - ALL_ROWS, :rows])
+        _write_paths(work, written, own[:rows])
+        counts[SHARED_COUNT], counts[SAMPLED_COUNT] = per_row[0, :rows].max(), rows
     if choosing is not None:
-        for field, numbers in enumerate(choosing, PER_ROW):
+        for field, numbers in enumerate(choosing, PER_ROW - ALL_ROWS):
             per_row[field, :rows] = numbers
-        packed[_offsets(bucket)[COUNTS_SECTION] + 1] = deepest(choosing.parent)
+        counts[DEPTH_COUNT] = deepest(choosing.parent) if rows else 0
     if moves is not None:
-        packed[_offsets(bucket)[COUNTS_SECTION]] = moves.shape[1]
+        counts[MOVED_COUNT] = moves.shape[1]
         _section(packed, bucket, MOVES_SECTION)[:, : moves.shape[1]] = moves
+    if chunks:
+        begins = [end - fixed for end in ends[len(work) :]]
+        counts[USED_COUNT] = _write_chunks(chunks, bucket, begins, all_rows, packed, tile_rows)
     return packed, bucket
+
+
+def _write_chunks(
+    chunks: Sequence[ChunkRows],
+    bucket: Bucket,
+    begins: Sequence[int],
+    all_rows: np.ndarray,
+    packed: np.ndarray,
+    tile_rows: int,
+) -> int:
+    """Write the rows of prompts, and their tiles; returns how many rows of the step are in use."""
+    tiles, at, row = _section(packed, bucket, TILES_SECTION), 0, bucket.rows
+    for chunk, begin in zip(chunks, begins, strict=False):
+        count = len(chunk.tokens)
+        positions = np.arange(chunk.start, chunk.start + count)
+        all_rows[0, row : row + count] = chunk.tokens
+        all_rows[1, row : row + count] = positions
+        all_rows[2, row : row + count] = chunk.table.flat(positions)
+        for first in range(0, count, tile_rows):
+            if at == len(tiles):
+                raise ValueError(f"a step takes {len(tiles)} tiles of prompts; deal the prompts out first")
+            tiles[at] = row + first, min(tile_rows, count - first), begin, chunk.start + first
+            at += 1
+        row += count
+    return row
 
 
 class Sheet:
@@ -157,8 +267,8 @@ class Sheet:
 
     def __init__(self, packed: np.ndarray, bucket: Bucket) -> None:
         self.packed, self.bucket = packed, bucket
-        per_row = _section(packed, bucket, 0)
-        self._tokens, self._said = per_row[0], per_row[-1]
+        self._tokens = _section(packed, bucket, ROWS_SECTION)[0]
+        self._said = _section(packed, bucket, CHOICE_SECTION)[-1]
         self._counts, self._moves = (_section(packed, bucket, number) for number in (COUNTS_SECTION, MOVES_SECTION))
 
     def say(self, tokens: Sequence[int]) -> None:
@@ -168,7 +278,7 @@ class Sheet:
 
     def move(self, moves: np.ndarray | None) -> None:
         """Set the moves that come before the step; None: no moves."""
-        self._counts[0] = count = 0 if moves is None else moves.shape[1]
+        self._counts[MOVED_COUNT] = count = 0 if moves is None else moves.shape[1]
         if moves is not None:
             self._moves[:, :count] = moves
 
@@ -184,9 +294,10 @@ def padding(bucket: Bucket, spare: int) -> np.ndarray:
 def _blank(bucket: Bucket, spare: int) -> np.ndarray:
     """Return a packed step whose padding is complete but for own paths."""
     packed = np.zeros(packed_size(bucket), dtype=np.int32)
-    per_row, _, tables, _ = _sections(packed, bucket)
-    tables[:], per_row[2], per_row[4] = spare >> SHIFT, spare, 1
-    per_row[PER_ROW], per_row[-2], per_row[-1] = ONE, _counting(per_row.shape[1]), ROOT_ROW
+    all_rows, per_row, *_ = _sections(packed, bucket)
+    all_rows[2], per_row[1] = spare, 1
+    per_row[PER_ROW - ALL_ROWS], per_row[-2], per_row[-1] = ONE, _counting(per_row.shape[1]), ROOT_ROW
+    _section(packed, bucket, COUNTS_SECTION)[USED_COUNT] = bucket.rows
     return packed
 
 
@@ -198,9 +309,9 @@ def deepest(parents: np.ndarray | Tensor) -> int:
     return max(depth)
 
 
-def _write_paths(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> None:
+def _write_paths(work: Sequence[Rows], sections: Sequence[np.ndarray], own: np.ndarray) -> None:
     """Write the rows' positions, KV slots, shared positions, own paths and the lengths of these."""
-    positions, slots, shared, counts = per_row
+    positions, slots, shared, counts = sections
     # per sequence, the first KV slot that an own path may have
     firsts = [max(part.prefix // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS for part in work]
     window = _window(work, firsts)
@@ -305,20 +416,20 @@ def _tails(seen: tuple[int, ...]) -> _Tails:
     )
 
 
-def _write_groups(work: Sequence[Rows], groups: np.ndarray, tables: np.ndarray) -> None:
-    """Write groups and page tables."""
+def _write_groups(work: Sequence[Rows], groups: np.ndarray, begins: Sequence[int], most: int) -> None:
+    """Write groups of up to `most` rows; 0: as in a step of several sequences. `begins`: where page tables begin."""
     first = at = 0
-    for part in work:
-        count, pages = len(part.tokens), part.table.pages[: tables.shape[1]]
-        for done in range(0, count, GROUP_ROWS):
-            groups[at] = first + done, min(GROUP_ROWS, count - done)
-            tables[at, : len(pages)] = pages
+    most = most or BATCH_GROUP_ROWS
+    for part, begin in zip(work, begins, strict=False):
+        count = len(part.tokens)
+        for done in range(0, count, most):
+            groups[at] = first + done, min(most, count - done), begin
             at += 1
         first += count
 
 
 def _sections(packed: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
-    """Return the table of numbers per row, and the sections behind it that every step fills."""
+    """Return the tables of numbers per row, and the sections behind them that every step fills."""
     return [_section(packed, bucket, number) for number in range(COUNTS_SECTION)]
 
 
@@ -333,9 +444,10 @@ def _counting(count: int) -> np.ndarray:
 
 @cache
 def _shapes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
-    rows, groups, pages = bucket
-    table = (PER_ROW + len(Choosing._fields), _aligned(rows))
-    return (table, (groups, 2), (groups, pages), (rows, LONGEST_OWN), (ALIGNED,), (2, most_moves(rows)))
+    rows, groups, chunk = bucket
+    sampled = (PER_ROW - ALL_ROWS + len(Choosing._fields), _aligned(rows))
+    sections = ((groups, 3), (rows, LONGEST_OWN), (ALIGNED,), (2, most_moves(rows)), (most_tiles(chunk), 4))
+    return ((ALL_ROWS, _aligned(rows + chunk)), sampled, *sections)
 
 
 @cache

@@ -8,9 +8,11 @@ Owns the order of every sum. Invariant: a row's bits depend neither on other row
 
 A layer writes the residual stream twice: as it is, and times the next norm's weights, as the next product reads it.
 Each tile writes the sum of its squares; the next product divides by their root. STORED is 0 for plain weights, 8
-for int8 with a scale for each output, and 4 for int4 with a scale for each 128 inputs. Buffers have whole tiles
-of rows: padding rows are computed, too, and nobody reads them. If kernels may start early (EARLY), each waits for the
-end of the one before it before it reads anything. It lets the next one start when it has read all it needs.
+for int8 with a scale for each output, and 4 for int4 with a scale for each 128 inputs. With BOXED, x and w are tensor
+descriptors, whose boxes the memory unit of a Hopper GPU copies by itself (TMA); bits are the same. UNIT is the loop
+step of a product's tiling for few rows: split-K parts begin at multiples of it with every tiling. Buffers have whole
+tiles of rows: padding rows are computed, too, and nobody reads them. If kernels may start early (EARLY), each waits for
+the end of the one before it before it reads anything. It lets the next one start when it has read all it needs.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -20,6 +22,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
+
+from specbranch.models.gpu.layout import USED_COUNT as _USED_COUNT
+
+USED_COUNT = tl.constexpr(_USED_COUNT)
 
 
 def _nibbles_in(kind: str, ones: int, offset: int) -> str:
@@ -40,6 +46,39 @@ def _nibbles_in(kind: str, ones: int, offset: int) -> str:
 
 BFLOAT16_NIBBLES = tl.constexpr(_nibbles_in("bf16x2", 0x43, 0x4308))
 FLOAT16_NIBBLES = tl.constexpr(_nibbles_in("f16x2", 0x64, 0x6408))
+
+
+@triton.jit
+def _boxed_product(x, w, first, column, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+                   PARTS: tl.constexpr, UNIT: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
+    """Multiply ROWS rows of x from `first` on by TILE rows of w from `column` on, over one split-K part."""
+    units = tl.cdiv(K, UNIT)
+    begin = units * part // PARTS * (UNIT // STEP)
+    end = tl.minimum(units * (part + 1) // PARTS * (UNIT // STEP), tl.cdiv(K, STEP))
+    acc = tl.zeros((TILE, ROWS) if SWAP else (ROWS, TILE), tl.float32)
+    for step in range(begin, end):
+        of_w = w.load([column, step * STEP])
+        of_x = x.load([first, step * STEP])
+        acc = tl.dot(of_w, tl.trans(of_x), acc) if SWAP else tl.dot(of_x, tl.trans(of_w), acc)
+    return tl.trans(acc) if SWAP else acc
+
+
+@triton.jit
+def _boxed_pair(x, w, first, column, other, K, ROWS: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
+                SWAP: tl.constexpr):  # fmt: skip
+    """Multiply some rows of x by HALF rows of w from `column` on, and by HALF from `other` on."""
+    a = tl.zeros((HALF, ROWS) if SWAP else (ROWS, HALF), tl.float32)
+    b = tl.zeros((HALF, ROWS) if SWAP else (ROWS, HALF), tl.float32)
+    for step in range(tl.cdiv(K, STEP)):
+        of_a = w.load([column, step * STEP])
+        of_b = w.load([other, step * STEP])
+        of_x = x.load([first, step * STEP])
+        a = tl.dot(of_a, tl.trans(of_x), a) if SWAP else tl.dot(of_x, tl.trans(of_a), a)
+        b = tl.dot(of_b, tl.trans(of_x), b) if SWAP else tl.dot(of_x, tl.trans(of_b), b)
+    if SWAP:
+        a = tl.trans(a)
+        b = tl.trans(b)
+    return a, b
 
 
 @triton.jit
@@ -204,11 +243,12 @@ def embed(tokens, picks, counts, moves, table, norm, stream, scaled, squares, me
 
 
 @triton.jit(do_not_specialize=["rows"])
-def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queries, keys, values, page_stride, eps,
-        rows, K,
+def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, counts, queries, keys, values, page_stride,
+        eps, rows, K,
         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BIASED: tl.constexpr,
         NORMED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
         PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
+        BOXED: tl.constexpr, UNIT: tl.constexpr, JOINED: tl.constexpr, CHUNKS: tl.constexpr,
         EARLY: tl.constexpr):  # fmt: skip
     """Compute queries, keys and values of some rows, rotate them, and write keys and values to their KV slots.
 
@@ -217,6 +257,9 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queri
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
+    if CHUNKS:  # noqa: SIM102 – the outer one is decided by the compiler
+        if first >= tl.load(counts + USED_COUNT):
+            return
     tile = tl.program_id(1)
     head = tile * TILE // DIM
     begin = tile * TILE % DIM // 2
@@ -232,10 +275,17 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queri
     slot = tl.load(slots + r, mask=r < rows, other=0)
     offset = ((slot // PAGE).to(tl.int64) * page_stride + slot % PAGE * DIM)[:, None] + j[None, :]
     N = (HEADS + 2 * KV_HEADS) * DIM
-    acc = (
-        _product(x, w, scale, columns, i < TILE, first, N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY)
-        * root
-    )
+    if BOXED:  # then a tile is a whole head
+        acc = _boxed_product(x, w, first, head * DIM, K, 0, ROWS, TILE, STEP, 1, UNIT, SWAP) * root
+        if EARLY:
+            gdc_launch_dependents()
+    else:
+        acc = (
+            _product(
+                x, w, scale, columns, i < TILE, first, N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY
+            )
+            * root
+        )
     if BIASED:
         acc += tl.load(bias + columns).to(tl.float32)[None, :]
     a, b = _halves(acc, ROWS, TILE)
@@ -256,17 +306,22 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queri
 
 
 @triton.jit(do_not_specialize=["rows"])
-def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, rows, N, K,
+def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, counts, rows, N, K,
           BIASED: tl.constexpr, NORMS: tl.constexpr, NORM_TILE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
           STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
-          STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Add a product to the residual stream. Of several split-K parts, the last program to arrive adds them in order.
+          STORED: tl.constexpr, BOXED: tl.constexpr, UNIT: tl.constexpr, JOINED: tl.constexpr, CHUNKS: tl.constexpr,
+          EARLY: tl.constexpr):  # fmt: skip
+    """Add a product to the residual stream.
 
-    Squares are summed over NORM_TILE columns at a time, for any width of a tile.
+    Of several split-K parts, the last program to arrive adds them in order; with JOINED, one program computes them one
+    after the other. Squares are summed over NORM_TILE columns at a time, for any width of a tile.
     """
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
+    if CHUNKS:  # noqa: SIM102 – the outer one is decided by the compiler
+        if first >= tl.load(counts + USED_COUNT):
+            return
     tile = tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
     there = columns < N
@@ -276,11 +331,19 @@ def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, rows,
     before = tl.load(stream + at, mask=kept, other=0.0).to(tl.float32)
     by = tl.load(norm + columns, mask=there, other=0.0).to(tl.float32)
     part = tl.program_id(2)
-    acc = _product(
-        x, w, scale, columns, there, first, N, K, part, ROWS, TILE, STEP, PARTS, SWAP, EVEN, FULL, STORED, EARLY
-    )
+    if BOXED:
+        acc = _boxed_product(x, w, first, tile * TILE, K, part, ROWS, TILE, STEP, PARTS, UNIT, SWAP)
+        if JOINED:
+            for other in tl.static_range(1, PARTS):
+                acc += _boxed_product(x, w, first, tile * TILE, K, other, ROWS, TILE, STEP, PARTS, UNIT, SWAP)
+        if EARLY:
+            gdc_launch_dependents()
+    else:
+        acc = _product(
+            x, w, scale, columns, there, first, N, K, part, ROWS, TILE, STEP, PARTS, SWAP, EVEN, FULL, STORED, EARLY
+        )
     done = True
-    if PARTS > 1:
+    if (PARTS > 1) and (not JOINED):
         number = tl.program_id(0) * tl.num_programs(1) + tile
         o = tl.arange(0, ROWS)[:, None] * TILE + tl.arange(0, TILE)[None, :]
         tl.store(sums + (number * PARTS + part) * ROWS * TILE + o, acc)
@@ -312,29 +375,45 @@ def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, rows,
 
 
 @triton.jit(do_not_specialize=["rows"])
-def gated(x, w, bias, scale, squares, out, eps, rows, N, K,
+def gated(x, w, bias, scale, squares, out, counts, eps, rows, N, K,
           BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
           PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
+          BOXED: tl.constexpr, UNIT: tl.constexpr, JOINED: tl.constexpr, CHUNKS: tl.constexpr,
           EARLY: tl.constexpr):  # fmt: skip
     """Compute silu(gate)·up of some rows; a tile has as many columns of gate as of up."""
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
+    if CHUNKS:  # noqa: SIM102 – the outer one is decided by the compiler
+        if first >= tl.load(counts + USED_COUNT):
+            return
     i = tl.arange(0, TILE)
     within = tl.program_id(1) * (TILE // 2) + i % (TILE // 2)
     columns = within + i // (TILE // 2) * N
     root = _root(squares, first, K, eps, ROWS, NORMS)  # these loads start before the long loop
-    acc = (
-        _product(
-            x, w, scale, columns, within < N, first, 2 * N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY
-        )
-        * root
-    )
-    if BIASED:
-        acc += tl.load(bias + columns, mask=within < N, other=0.0).to(tl.float32)[None, :]
-    gate, up = _halves(acc, ROWS, TILE)
-    r = first + tl.arange(0, ROWS)
     c = tl.program_id(1) * (TILE // 2) + tl.arange(0, TILE // 2)
+    if BOXED:
+        column = tl.program_id(1) * (TILE // 2)
+        gate, up = _boxed_pair(x, w, first, column, N + column, K, ROWS, TILE // 2, STEP, SWAP)
+        if EARLY:
+            gdc_launch_dependents()
+        gate *= root
+        up *= root
+        if BIASED:
+            gate += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + N + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+    else:
+        acc = (
+            _product(
+                x, w, scale, columns, within < N, first, 2 * N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED,
+                EARLY,
+            )
+            * root
+        )  # fmt: skip
+        if BIASED:
+            acc += tl.load(bias + columns, mask=within < N, other=0.0).to(tl.float32)[None, :]
+        gate, up = _halves(acc, ROWS, TILE)
+    r = first + tl.arange(0, ROWS)
     tl.store(
         out + r[:, None] * N + c[None, :],
         (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty),
@@ -345,20 +424,25 @@ def gated(x, w, bias, scale, squares, out, eps, rows, N, K,
 @triton.jit(do_not_specialize=["rows"])
 def scored(x, w, scale, squares, out, eps, rows, N, K,
            NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
-           SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
-           EARLY: tl.constexpr):  # fmt: skip
+           SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, BOXED: tl.constexpr,
+           UNIT: tl.constexpr, JOINED: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Compute the logits of some rows, in float32."""
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     root = _root(squares, first, K, eps, ROWS, NORMS)  # these loads start before the long loop
-    acc = (
-        _product(
-            x, w, scale, columns, columns < N, first, N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY
+    if BOXED:
+        acc = _boxed_product(x, w, first, tl.program_id(1) * TILE, K, 0, ROWS, TILE, STEP, 1, UNIT, SWAP) * root
+        if EARLY:
+            gdc_launch_dependents()
+    else:
+        acc = (
+            _product(
+                x, w, scale, columns, columns < N, first, N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY
+            )
+            * root
         )
-        * root
-    )
     r = first + tl.arange(0, ROWS)
     tl.store(
         out + r[:, None].to(tl.int64) * N + columns[None, :], acc, mask=(r < rows)[:, None] & (columns < N)[None, :]

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.core.pages import PAGE
 from specbranch.core.request import Request, Spot
 from specbranch.core.sending import Sending, sent
 from specbranch.core.slots import ROOT
@@ -26,10 +25,9 @@ from specbranch.models.gpu import asking
 from specbranch.models.gpu.layout import (
     ROOT_ROW,
     Bucket,
+    alone_bucket,
     pack,
-    packed_size,
     power_of_four,
-    power_of_two,
     views,
 )
 from specbranch.models.gpu.tree_layout import LANES, SHEET, TREE_MOVES
@@ -54,9 +52,7 @@ class DeviceReceiver:
 
     def bucket(self, text: Expected, nodes: int) -> Bucket:
         """The bucket of the step that verifies something of a tree of so many nodes."""
-        pages = max(power_of_two(-(-text.kv_slots // PAGE)), self.least.pages)
-        rows = power_of_four(1 + min(nodes, len(text.sending.prices)))
-        return Bucket(max(rows, self.least.rows), 1, pages)
+        return alone_bucket(max(power_of_four(1 + min(nodes, len(text.sending.prices))), self.least.rows))
 
     def sheet(self, text: Expected, table: Table, moves: np.ndarray) -> np.ndarray | None:
         """Write down all that the step needs besides the tree; nothing: that is too much to come with one."""
@@ -112,7 +108,7 @@ class DeviceReceiver:
         step = views(self._input, bucket)
         send[(1,)](
             tree.state, self._input, step.groups, step.tables, step.own, step.counts, step.moves, self.read,
-            tree.first, bucket.pages, bucket.rows, num_warps=1, enable_fp_fusion=False,
+            tree.first, bucket.rows, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _plainly(self, tree: DeviceTree, text: Expected, table: Table, moves: np.ndarray, bucket: Bucket) -> None:
@@ -132,8 +128,8 @@ class DeviceReceiver:
         choosing = asking.choosing_of(len(tokens), enumerate(spots))
         choosing = choosing._replace(parent=np.array(parents), said=np.array([ROOT_ROW, *tokens[1:]]))
         rows = Rows(table, tokens, text.prefix, text.prefix, seen)
-        packed, made = pack([rows], self.spare, choosing, moves if moves.size else None, bucket)
-        self._input[: packed_size(made)] = torch.from_numpy(packed)
+        packed, _ = pack([rows], self.spare, choosing, moves if moves.size else None, bucket)
+        self._input[: len(packed)] = torch.from_numpy(packed)
         read = [(len(tokens), 0), *zip(tokens, [ROOT, *parents[1:]], strict=True)]
         self.read[: len(read)] = torch.tensor(read)
 

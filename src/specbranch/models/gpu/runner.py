@@ -41,7 +41,7 @@ from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, Tr
 from specbranch.models.gpu.stream_clock import DeviceMoment
 from specbranch.models.gpu.tree_layout import ENTRIES, TREE_MOVES
 from specbranch.models.gpu.trees import DeviceTree
-from specbranch.models.gpu.warm_up import limits_of, received_buckets, tree_buckets
+from specbranch.models.gpu.warm_up import limits_of, received_buckets
 from specbranch.models.sampling import sample, verdict
 from specbranch.models.sampling.logit_rows import TensorRow
 from specbranch.models.sampling.sampler import proposed
@@ -64,6 +64,7 @@ class GpuRunner(StepLauncher):
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Compute new nodes, and return proposals after them, or after nodes computed before."""
         work = [feed for feed in work if feed.tokens]
+        self.flush()
         self._ahead = self.grown_at = self.begun = None
         with self._here(), self._appending(work) as rows:
             spots = [self.spot(ask.seq, ask.node, ask) for ask in asks]
@@ -97,6 +98,7 @@ class GpuRunner(StepLauncher):
 
         Returns None if the caller has to grow it step by step.
         """
+        self.flush()
         self._ahead = self.grown_at = self.begun = None
         sequence, read = self._sequences[growing.seq], self._read
         read = read if read is not None and read.ends(growing, len(sequence.slots)) else None
@@ -110,7 +112,7 @@ class GpuRunner(StepLauncher):
                     self._reserve(sequence, len(sequence.slots), kv_slots)
                 except CacheFull:  # step by step a tree may grow in the free pages
                     return None
-                bucket = self._grower.bucket(kv_slots)
+                bucket = self._grower.bucket()
                 self._plant(growing, room, bucket, read)
                 if growing.receiver is not None:
                     self._grower.bring_sheet(growing.receiver.prepare())
@@ -134,6 +136,7 @@ class GpuRunner(StepLauncher):
     @torch.inference_mode()
     def read_ahead(self, feed: Feed) -> bool:
         """Compute the rest of a text, and sample what follows it; False if that is not possible in a graph."""
+        self.flush()
         seq, count, self._ahead = feed.seq, len(feed.tokens), None
         spot = Spot(self._requests[seq], len(self.slots(seq).prefix) + count, list)
         if not count or count > GROUP_ROWS or not asking.is_chosen_in_graph(spot):
@@ -167,7 +170,7 @@ class GpuRunner(StepLauncher):
             return
         spot = Spot(request, len(sequence.slots.prefix) + count, list)
         with self._appending([Feed(seq, growing.uncomputed, tuple(range(ROOT, count - 1)))]) as rows:
-            self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, bucket)
+            self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, grows=True)
         # Commit in place. Unlike `keep` this frees no page, as the tree's steps are about to write there.
         self._rows[seq].clear()
         sequence.slots.keep(range(count), count)
@@ -181,6 +184,7 @@ class GpuRunner(StepLauncher):
     @torch.inference_mode()
     def run_ahead(self, lanes: Lanes, hear: Hear) -> int:
         """Draft in lanes: each step starts with the device's own tokens, before the host has read the last step."""
+        self.flush()
         seq, width, self._ahead, self.grown_at, self.begun = lanes.feed.seq, len(lanes.feed.tokens), None, None, None
         sequence, request = self._sequences[seq], self._requests[seq]
         spots = [Spot(request, sequence.slots.position(parent) + 2, list) for parent in lanes.feed.parents]
@@ -243,6 +247,7 @@ class GpuRunner(StepLauncher):
         ask for it.
         """
         sequence, request, moves = self._sequences[seq], self._requests[seq], NO_MOVES
+        self.flush()
         follows = len(sequence.slots.prefix) == len(on) - 1 and not sequence.slots.tokens and len(on.tail) > 0
         if not follows or self._state_layers or not asking.is_chosen_in_graph(Spot(request, len(on), list)):
             return None
@@ -317,7 +322,7 @@ class GpuRunner(StepLauncher):
     ) -> tuple[Reading, list[list[int]]]:
         """Start the step, unless it was started ahead; returns its results, and the rows of each trial in them."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and not self._moves and ahead.reads(work, rows):
+        if ahead is not None and not self._moves and not self._pending and ahead.reads(work, rows):
             if isinstance(ahead, Ahead):
                 return ahead.results, [[ahead.rows[trial.seq]] for trial in trials]
             self.begun = ahead.begun
@@ -326,7 +331,7 @@ class GpuRunner(StepLauncher):
             sum(len(part.tokens) for part in rows), zip(chain(*row_numbers), spots, strict=True)
         )
         asking.lead(choosing, trials, row_numbers)
-        results = self._chosen(rows, choosing, 1, timed=True)[1]
+        results = self._read_later(self._start_with_prefill(rows, choosing), len(choosing.said))
         self.begun = self._started
         return results, row_numbers
 
@@ -361,7 +366,7 @@ class GpuRunner(StepLauncher):
     def _follow(self, trial: Trial, table: Table, found: Judged) -> Judged:
         """Start the step that most likely follows a verdict, if its KV slots lie on the last page of the sequence."""
         order, seq = trial.order, trial.seq
-        if order.follows is None or self._moves or found.token == NO_TOKEN:
+        if order.follows is None or self._moves or self._pending or found.token == NO_TOKEN:
             return found
         chain = order.follows(order.taken(found.path, found.token))
         start = len(self.slots(seq).prefix) + trial.root + 1 + len(found.path)
@@ -389,6 +394,7 @@ class GpuRunner(StepLauncher):
     ) -> Verdicts:
         """Judge trials behind the graph, with all sampling parameters and rules."""
         self._ahead = None
+        self.flush()
         arrays = {**self.sampler.picking(spots), **verdict.judging(trials, spots)} if trials else {}
         if trials:
             arrays["choice"] = np.stack(asking.choosing_of(len(spots), enumerate(spots)))
@@ -435,12 +441,12 @@ class GpuRunner(StepLauncher):
         """Get ready for trees of a draft on the same device, which this model verifies where they have grown."""
         if isinstance(draft, GpuRunner) and draft.device == self.device:
             with self._in_turn():
-                for bucket in received_buckets(limits_of(self._graphs, self._most_pages)):
+                for bucket in received_buckets(limits_of(self._graphs)):
                     self._receiver.capture(draft._grower.tree, bucket)
 
     def _warm_up_kernels(self) -> None:
         """Compile the kernel that chooses a tree's first step: it runs outside graphs."""
-        self._grower.warm_up(tree_buckets(limits_of(self._graphs, self._most_pages)))
+        self._grower.warm_up()
 
     def _close(self, seq: int) -> None:
         self._chains.forget()

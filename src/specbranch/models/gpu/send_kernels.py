@@ -34,6 +34,7 @@ from specbranch.models.gpu.tree_kernels import (
     REACH,
     ROOT,
     ROW,
+    SHARED_COUNT,
     SMALL,
     TOKEN,
 )
@@ -107,7 +108,7 @@ def _choose(tree, nodes, held, count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _write_rows(tree, nodes, held, packed, groups, tables, own, counts, moves, read, pages, wide, best):
+def _write_rows(tree, nodes, held, packed, groups, tables, own, counts, moves, read, wide, best):
     """Write out the step that reads the last token of the text, and the nodes of NOW behind it."""
     lane = tl.arange(0, LANES)
     rows = best + 1
@@ -143,11 +144,11 @@ def _write_rows(tree, nodes, held, packed, groups, tables, own, counts, moves, r
     tl.store(read + 3 + 2 * lane, tl.where(node, above, ROOT))
     tl.store(groups, 0)
     tl.store(groups + 1, rows)
+    tl.store(groups + 2, 0)
     kept = tl.load(held + PAGES_HELD).to(tl.int32)
-    for begin in range(0, pages, 32):
+    for begin in range(0, kept, 32):
         p = begin + tl.arange(0, 32)
-        page = tl.load(held + PAGES_AT + p, mask=p < kept, other=0.0).to(tl.int32)
-        tl.store(tables + p, tl.where(p < kept, page, spare // PAGE), mask=p < pages)
+        tl.store(tables + p, tl.load(held + PAGES_AT + p, mask=p < kept, other=0.0).to(tl.int32), mask=p < kept)
     tl.store(own + lane * OWN, lane * 0 + spare, mask=(live == 0) & (lane < wide))
     back = tl.arange(0, BACK)
     before = live[:, None] & (back[None, :] < (prefix - shared)[:, None])
@@ -166,6 +167,7 @@ def _write_rows(tree, nodes, held, packed, groups, tables, own, counts, moves, r
     moved = tl.load(held + MOVED).to(tl.int32)
     tl.store(counts, moved)
     tl.store(counts + 1, tl.max(tl.where(live, depth, 0), 0))
+    tl.store(counts + SHARED_COUNT, tl.max(tl.where(live, shared, 0), 0))
     for begin in range(0, moved, 32):
         m = begin + tl.arange(0, 32)
         for side in tl.static_range(2):
@@ -173,8 +175,8 @@ def _write_rows(tree, nodes, held, packed, groups, tables, own, counts, moves, r
             tl.store(moves + side * MOVES + m, kv_slot, mask=m < moved)
 
 
-@triton.jit(do_not_specialize=["begin", "pages", "wide"])
-def send(tree, packed, groups, tables, own, counts, moves, read, begin, pages, wide):
+@triton.jit(do_not_specialize=["begin", "wide"])
+def send(tree, packed, groups, tables, own, counts, moves, read, begin, wide):
     """Choose what of a tree is sent, and write out the step of at most `wide` rows that verifies it."""
     nodes = tree + begin
     held = tree + SHEET
@@ -184,4 +186,4 @@ def send(tree, packed, groups, tables, own, counts, moves, read, begin, pages, w
         best = _choose(tree, nodes, held, count, SMALL)
     else:
         best = _choose(tree, nodes, held, count, NODES)
-    _write_rows(tree, nodes, held, packed, groups, tables, own, counts, moves, read, pages, wide, best)
+    _write_rows(tree, nodes, held, packed, groups, tables, own, counts, moves, read, wide, best)

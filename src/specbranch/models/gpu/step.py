@@ -25,16 +25,17 @@ from specbranch.core.pages import PAGE
 from specbranch.models.cache.kv_memory import Memory
 from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.forward.decoder import Decoder
-from specbranch.models.gpu.attention import Attend, attend_by_kernels, choose_attend
+from specbranch.models.gpu.attention import Attend, choose_attend
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.layout import (
     MOST_STEP_ROWS,
     SMALLEST_BUCKET,
+    USED_COUNT,
     Bucket,
     Views,
-    packed_size,
+    alone_bucket,
+    largest_size,
     padding,
-    power_of_two,
     views,
 )
 from specbranch.models.gpu.small import Small, small_functions
@@ -56,6 +57,7 @@ class GpuStep:
 
     lasting = False  # True if logits have their own memory, which only the next forward of as many rows overwrites
     moves = False  # True if a forward makes the moves that come with its step
+    takes_chunks = False  # True if a step may have rows of prompts: their bits do not depend on where prompts are cut
     most_rows = MOST_STEP_ROWS
     least = SMALLEST_BUCKET  # smallest bucket of a step
 
@@ -73,27 +75,23 @@ class GpuStep:
         # the tokens that rows sampled last; an input token −1 − i stands for that of row i
         self.picks = torch.zeros(MOST_STEP_ROWS, dtype=torch.int32, device=device)
 
-    def pin(self, pages: int) -> None:
-        """Give all steps the same number of rows, and up to this many pages.
+    def pin(self) -> None:
+        """Give all steps the same number of rows.
 
-        The order of sums in torch's products depends on the number of rows, in its plain attention on that of pages. If
-        both are always the same, a row's bits do not depend on other rows.
+        The order of sums in torch's products depends on the number of rows. If that is always the same, a row's bits do
+        not depend on other rows.
         """
         if self.memory.data.device.type == "cuda":
             self.most_rows = PINNED_ROWS
-            self.least = Bucket(
-                PINNED_ROWS,
-                1,
-                SMALLEST_BUCKET.pages if self.attend is attend_by_kernels else max(pages, SMALLEST_BUCKET.pages),
-            )
+            self.least = alone_bucket(PINNED_ROWS)
 
     def forward(self, step: Views, tapped: int = 0) -> tuple[Tensor, Tensor | None]:
         """Run all layers and write keys and values; returns logits [rows, vocabulary or columns] and hidden states.
 
         `tapped`: how many last layers' outputs to return, side by side. The output of the last layer is normed; those
-        of the others are the inputs of the layers after them.
+        of the others are the inputs of the layers after them. Rows of prompts get neither.
         """
-        decoder, seen = self.decoder, list[Tensor]()
+        decoder, seen, rows = self.decoder, list[Tensor](), len(step.shared)
         eps, untapped = decoder.arch.rms_eps, len(decoder.layers) - tapped + 1
         turning = [table.index_select(0, step.positions).unsqueeze(1) for table in (decoder.cos, decoder.sin)]
         chosen = self.picks[(-1 - step.tokens).clamp(min=0)]  # where a token is negative
@@ -101,10 +99,11 @@ class GpuStep:
         h = rms_norm(x, (x.shape[-1],), decoder.layers[0].attention_norm, eps)
         for index, layer in enumerate(decoder.layers):
             if tapped and index >= untapped:
-                seen.append(x)
+                seen.append(x[:rows])
             queries = self._small.turned(layer.qkv(h), layer.qk_norm, eps, *turning, step.slots, self._written[index])
             x, h = self._small.added(x, layer.out(self.attend(queries, *self._sides[index], step)), layer.mlp_norm, eps)
             x, h = self._small.added(x, layer.down(self._small.gated(layer.gate_up(h))), self._next_norms[index], eps)
+        h = h[:rows]
         return decoder.head(h), torch.cat((*seen, h), -1) if tapped else None
 
 
@@ -151,10 +150,10 @@ class Graphs:
         self._device = step.memory.data.device
         wanted = os.environ.get(GRAPHS_VARIABLE) != "0" if capture is None else capture
         self.captures = wanted and self._device.type == "cuda"
-        self._step.pin(power_of_two(most_pages))
-        largest = Bucket(MOST_STEP_ROWS, MOST_STEP_ROWS, max(power_of_two(most_pages), SMALLEST_BUCKET.pages))
+        self._step.pin()
+        self._most_pages = most_pages
         # the packed step that graphs read
-        self.input = torch.zeros(packed_size(largest), dtype=torch.int32, device=self._device)
+        self.input = torch.zeros(largest_size(most_pages), dtype=torch.int32, device=self._device)
         self.chooser = chooser
         self.tree: DeviceTree | None = None
         self.late = 0  # kinds captured when they were met, and kernels compiled outside a capture
@@ -286,6 +285,9 @@ class Graphs:
         for _ in range(TIMED_REPLAYS):
             with self._on_padding(kind):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                step = views(self.input, kind[0], self._most_pages)
+                if step.counts is not None:
+                    step.counts[USED_COUNT] = kind[0].total  # otherwise rows of prompts would be left out
                 begin.record()
                 captured.run()
                 end.record()
@@ -302,13 +304,13 @@ class Graphs:
         self.input[: packed.shape[0]].copy_(packed, non_blocking=True)
 
     def _forward(self, bucket: Bucket, layers: int, count: int, grows: bool) -> Ran:
-        step = views(self.input, bucket)
+        step = views(self.input, bucket, self._most_pages)
         logits, states = self._step.forward(step, layers)
         if not count or self.chooser is None or step.choosing is None or step.counts is None:
             return Ran(logits, states, None)
         results = self.chooser(logits, step.choosing, step.counts, count)
         if grows and self.tree is not None:
-            self.tree.grow(results, self.input, growing_bucket(bucket.pages * PAGE, self._step.least))
+            self.tree.grow(results, self.input, growing_bucket(self._step.least))
         return Ran(logits, states, results)
 
     @torch.inference_mode()

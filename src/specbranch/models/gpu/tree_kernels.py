@@ -19,6 +19,7 @@ from specbranch.models.gpu.layout import BEFORE as _BEFORE
 from specbranch.models.gpu.layout import CONFIDENCE as _CONFIDENCE
 from specbranch.models.gpu.layout import LONGEST_OWN as _OWN
 from specbranch.models.gpu.layout import ONE as _ONE
+from specbranch.models.gpu.layout import SHARED_COUNT as _SHARED_COUNT
 
 NODES, LANES, ENTRIES, MOVES = (
     tl.constexpr(n) for n in (tree_layout.DEVICE_NODES, tree_layout.LANES, tree_layout.ENTRIES, tree_layout.TREE_MOVES)
@@ -29,6 +30,7 @@ CHUNK = tl.constexpr(8)  # nodes that are read at a time
 SMALL = tl.constexpr(256)  # size that most trees fit
 BACK = tl.constexpr(2 * tree_layout.DEEPEST)  # positions of the prefix in a row's own path, at most
 ROOT, NOWHERE = tl.constexpr(-1), tl.constexpr(2147483647)
+SHARED_COUNT = tl.constexpr(_SHARED_COUNT)
 
 COUNT, FED, SPENT, WIDTH, TAIL, PREFIX, ASKED, STEP, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY = (
     tl.constexpr(tree_layout.TREE_SCALARS.index(name))
@@ -235,7 +237,7 @@ def _choose(state, nodes, count, fed, spent, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across, per, pages, width, step):
+def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across, per, width, step):
     """Pack the step that computes the nodes of NOW."""
     lane = tl.arange(0, LANES)
     live = lane < width
@@ -270,11 +272,11 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
     tl.store(packed + 10 * per + lane, lane * 0 + ROOT)
     tl.store(groups, 0)
     tl.store(groups + 1, width)
+    tl.store(groups + 2, 0)
     held = tl.load(state + PAGES_HELD).to(tl.int32)
-    for begin in range(0, pages, 32):
+    for begin in range(0, held, 32):
         p = begin + tl.arange(0, 32)
-        page = tl.load(state + PAGES_AT + p, mask=p < held, other=0.0).to(tl.int32)
-        tl.store(tables + p, tl.where(p < held, page, spare // PAGE), mask=p < pages)
+        tl.store(tables + p, tl.load(state + PAGES_AT + p, mask=p < held, other=0.0).to(tl.int32), mask=p < held)
     tl.store(own + lane * OWN, lane * 0 + spare, mask=live == 0)
     back = tl.arange(0, BACK)
     before = live[:, None] & (back[None, :] < (prefix - shared)[:, None])
@@ -294,6 +296,7 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
     first = tl.where((step == 0) & (across == 0), tl.load(state + MOVED).to(tl.int32), 0)
     tl.store(counts, first)
     tl.store(counts + 1, 0)
+    tl.store(counts + SHARED_COUNT, tl.max(tl.where(live, shared, 0), 0))
     for begin in range(0, first, 32):
         m = begin + tl.arange(0, 32)
         for side in tl.static_range(2):
@@ -301,8 +304,8 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
             tl.store(moves + side * MOVES + m, moved, mask=m < first)
 
 
-@triton.jit(do_not_specialize=["across", "per", "begin", "pages"])
-def grow(state, results, packed, groups, tables, own, counts, moves, reported, across, per, begin, pages):
+@triton.jit(do_not_specialize=["across", "per", "begin"])
+def grow(state, results, packed, groups, tables, own, counts, moves, reported, across, per, begin):
     """Add the proposals of the last step, choose the nodes of the next one, and pack that step."""
     nodes = state + begin
     count = tl.load(state + COUNT).to(tl.int32)
@@ -325,7 +328,7 @@ def grow(state, results, packed, groups, tables, own, counts, moves, reported, a
         width = _choose(state, nodes, count, fed, spent, NODES)
     tl.debug_barrier()
     if width > 0:
-        _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across, per, pages, width, step)
+        _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across, per, width, step)
         spent += tl.load(state + PRICES + width - 1) + tl.where(
             spent < tl.load(state + FREE_TIME), tl.load(state + DRAFT_DELAY), 0.0
         )

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.core.pages import PAGE, Pool
+from specbranch.core.pages import Pool
 from specbranch.core.runner import Growing
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import EDGES, NO_TREE, GrowingTree, Growth, Node
@@ -30,9 +30,8 @@ from specbranch.models.gpu.layout import (
     ROOT_ROW,
     Bucket,
     Choosing,
+    alone_bucket,
     pack,
-    packed_size,
-    power_of_two,
     views,
 )
 from specbranch.models.gpu.tree_layout import (
@@ -159,7 +158,7 @@ class DeviceTree:
         grow[(1,)](
             self.state, self.state if results is None else results, packed, step.groups, step.tables, step.own,
             step.counts, step.moves, self._reported, across, -(-bucket.rows // ALIGNED) * ALIGNED, self.first,
-            bucket.pages, num_warps=1, enable_fp_fusion=False,
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _plainly(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
@@ -227,7 +226,7 @@ class DeviceTree:
             .astype(np.int32)
         )
         array, _ = pack([rows], self._spare, choosing, moves if with_moves and moves.size else None, bucket)
-        packed[: packed_size(bucket)] = torch.from_numpy(array)
+        packed[: len(array)] = torch.from_numpy(array)
 
 
 def wait_for(numbers: np.ndarray, at: int, device: torch.device) -> int:
@@ -242,9 +241,9 @@ def wait_for(numbers: np.ndarray, at: int, device: torch.device) -> int:
     return said
 
 
-def growing_bucket(kv_slots: int, least: Bucket) -> Bucket:
-    """Return the bucket of all steps of a tree behind this many KV slots."""
-    return Bucket(max(LANES, least.rows), 1, max(power_of_two(-(-kv_slots // PAGE)), least.pages))
+def growing_bucket(least: Bucket) -> Bucket:
+    """Return the bucket of all steps of a growing tree."""
+    return alone_bucket(max(LANES, least.rows))
 
 
 def _growing_tree(nodes: list[Node]) -> GrowingTree:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from specbranch.config import SamplingParams
 from specbranch.core.orders import Context, Verify
-from specbranch.core.pages import PAGE, Pool
+from specbranch.core.pages import Pool
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Runner, Trial
 from specbranch.core.slots import ROOT
@@ -25,7 +26,15 @@ from specbranch.core.warm_up import ForwardSizes, StepTime
 from specbranch.errors import SpecBranchError
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.step_rows import Rows
-from specbranch.models.gpu.layout import MOST_STEP_ROWS, Bucket, bucket_of, power_of_four, power_of_two
+from specbranch.models.gpu.layout import (
+    CHUNK_STEP_ROWS,
+    MOST_STEP_ROWS,
+    MOST_TOTAL_ROWS,
+    Bucket,
+    bucket_of,
+    chunk_step_rows,
+    power_of_four,
+)
 from specbranch.models.gpu.step import Graphs, StepKind, described, serves
 from specbranch.models.gpu.tree_layout import ENTRIES, LANES
 from specbranch.models.gpu.trees import growing_bucket
@@ -44,11 +53,11 @@ OUTSIDE_GRAPHS = (
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a model's steps cannot exceed: the smallest bucket, rows of a step, pages of a sequence."""
+    """What a model's steps cannot exceed: the smallest bucket, sampled rows, and whether they take rows of prompts."""
 
     least: Bucket
     rows: int
-    pages: int
+    chunks: bool
 
 
 def kinds_of(sizes: ForwardSizes, limits: StepLimits, layers: int = 0) -> list[StepKind]:
@@ -59,7 +68,8 @@ def kinds_of(sizes: ForwardSizes, limits: StepLimits, layers: int = 0) -> list[S
     count = ENTRIES if sizes.candidates else 1
     plain = [(bucket, layers, count, False) for bucket in buckets_of(sizes, limits)]
     growing = [(bucket, 0, ENTRIES, True) for bucket in growing_buckets(limits)] if sizes.trees else []
-    return sorted(chain(plain, growing), key=lambda kind: (_longest(kind[0]), kind[0].rows, kind))
+    prefill = [(bucket, 0, 1, False) for bucket in prefill_buckets(sizes, limits)]
+    return sorted((*plain, *growing, *prefill), key=lambda kind: (kind[0].total, kind))
 
 
 def buckets_of(sizes: ForwardSizes, limits: StepLimits) -> set[Bucket]:
@@ -68,31 +78,33 @@ def buckets_of(sizes: ForwardSizes, limits: StepLimits) -> set[Bucket]:
     shapes = {(rows, 1) for rows in _row_counts(alone)}
     # between two sizes of buckets, the first count of rows and the last have the fewest groups and the most
     shapes |= {(rows, several) for rows in _row_counts(together) for several in range(2, min(sizes.sessions, rows) + 1)}
+    return {bucket_of(_some_rows(rows, several), limits.least) for rows, several in shapes}
+
+
+def prefill_buckets(sizes: ForwardSizes, limits: StepLimits) -> set[Bucket]:
+    """Return the buckets of steps with rows of prompts; those of a target have sampled rows of other sessions, too."""
+    if not limits.chunks:
+        return set()
+    # a lone session samples one row behind its own prompt
+    sampled = 0 if sizes.candidates else 1 if sizes.sessions == 1 else min(sizes.together, limits.rows)
+    padded = [rows for rows in CHUNK_STEP_ROWS if rows <= chunk_step_rows(sampled)]
+    totals = [1 << power for power in range(MOST_TOTAL_ROWS.bit_length())]
     return {
-        bucket_of(_some_rows(rows, several, pages), limits.least)
-        for rows, several in shapes
-        for pages in _page_counts(limits)
+        bucket_of(_some_rows(rows, 1), limits.least, total - rows)
+        for rows in padded
+        for total in totals
+        if total > rows
     }
 
 
 def growing_buckets(limits: StepLimits) -> set[Bucket]:
     """Return the buckets of steps at whose end a tree grows: those of its text, and its own."""
-    texts = {
-        bucket_of(_some_rows(min(rows, limits.rows), 1, pages), limits.least)
-        for rows in _row_counts(LANES)
-        for pages in _page_counts(limits)
-    }
-    return texts | tree_buckets(limits)
-
-
-def tree_buckets(limits: StepLimits) -> set[Bucket]:
-    """Return the buckets of the steps of a tree that grows on the device."""
-    return {growing_bucket(pages * PAGE, limits.least) for pages in _page_counts(limits)}
+    return {*received_buckets(limits), growing_bucket(limits.least)}
 
 
 def received_buckets(limits: StepLimits) -> set[Bucket]:
-    """Return the buckets of steps that verify a tree which has grown on the device."""
-    return {bucket for bucket in growing_buckets(limits) if bucket.rows <= max(LANES, limits.least.rows)}
+    """Return the buckets of steps of one sequence with as many rows as a step of a tree, or fewer."""
+    return {bucket_of(_some_rows(min(rows, limits.rows), 1), limits.least) for rows in _row_counts(LANES)}
 
 
 def needed(kinds: Sequence[StepKind]) -> list[StepKind]:
@@ -103,25 +115,29 @@ def needed(kinds: Sequence[StepKind]) -> list[StepKind]:
 
 def step_times(graphs: Graphs) -> list[StepTime]:
     """Return the times of all kinds that a warm-up has captured, the smallest first."""
-    ordered = sorted(graphs.seconds.items(), key=lambda timed: (timed[0][0].rows, timed[0]))
-    return [StepTime(described(kind), kind[0].rows, seconds) for kind, seconds in ordered]
+    ordered = sorted(graphs.seconds.items(), key=lambda timed: (timed[0][0].total, timed[0]))
+    return [StepTime(described(kind), kind[0].total, seconds) for kind, seconds in ordered]
 
 
-def forward_seconds(graphs: Graphs, rows: int) -> float | None:
-    """Return the seconds of a step of this many rows without context; None: it was not timed.
+class ForwardTable:
+    """Seconds of a step by its rows, those of prompts included; of kinds with as many rows the slowest counts."""
 
-    Of several kinds with as many rows the slowest counts. More rows than the largest kind take several steps.
-    """
-    found: dict[int, float] = {}
-    for (bucket, _, _, grows), seconds in graphs.seconds.items():
-        if not grows:
-            found[bucket.rows] = max(found.get(bucket.rows, 0.0), seconds)
-    if not found:
-        return None
-    most = max(found)
-    whole, rest = divmod(rows, most)
-    fitting = min((size for size in found if size >= rest), default=most) if rest else None
-    return whole * found[most] + (found[fitting] if fitting is not None else 0.0)
+    def __init__(self, graphs: Graphs) -> None:
+        found: dict[int, float] = {}
+        for (bucket, _, _, grows), seconds in graphs.seconds.items():
+            if not grows:
+                found[bucket.total] = max(found.get(bucket.total, 0.0), seconds)
+        self._rows = sorted(found)
+        # a step with more rows takes no less time: what looks so is noise
+        self._seconds = list(accumulate([found[rows] for rows in self._rows], max))
+
+    def seconds(self, rows: int) -> float | None:
+        """Return the seconds of a forward, in several steps if it exceeds the largest one; None: nothing was timed."""
+        if not self._rows:
+            return None
+        whole, rest = divmod(rows, self._rows[-1])
+        last = self._seconds[bisect_left(self._rows, rest)] if rest else 0.0
+        return whole * self._seconds[-1] + last
 
 
 def run_outside_graphs(runner: NativeRunner) -> None:
@@ -179,24 +195,11 @@ def _row_counts(most: int) -> list[int]:
     return sorted({1, *chain.from_iterable((before + 1, min(size, most)) for before, size in pairwise((0, *sizes)))})
 
 
-def _page_counts(limits: StepLimits) -> list[int]:
-    """Return the padded lengths of page tables."""
-    most, found = power_of_two(limits.pages), [limits.least.pages]
-    while found[-1] < most:
-        found.append(found[-1] * 2)
-    return found
-
-
-def _longest(bucket: Bucket) -> int:
-    """Return what orders buckets before their rows: common steps come first."""
-    return bucket.pages
-
-
-def _some_rows(rows: int, sequences: int, pages: int) -> list[Rows]:
-    """Return rows of several sequences behind a text that fills this many pages; only their sizes have a meaning."""
+def _some_rows(rows: int, sequences: int) -> list[Rows]:
+    """Return rows of several sequences; only their numbers have a meaning."""
     table = Table(Pool(0))
     counts = (rows - sequences + 1, *(1,) * (sequences - 1))
-    return [Rows(table, (0,) * count, pages * PAGE - count, 0, ()) for count in counts]
+    return [Rows(table, (0,) * count, 0, 0, ()) for count in counts]
 
 
 class KernelWatch:
@@ -238,9 +241,10 @@ def _hook_triton(hook: Any) -> bool:
     return True
 
 
-def limits_of(graphs: Graphs, pages: int) -> StepLimits:
-    """Return the limits of a model's steps; `pages`: of its longest sequence."""
-    return StepLimits(graphs.step.least, min(graphs.step.most_rows, MOST_STEP_ROWS), pages)
+def limits_of(graphs: Graphs) -> StepLimits:
+    """Return the limits of a model's steps."""
+    step = graphs.step
+    return StepLimits(step.least, min(step.most_rows, MOST_STEP_ROWS), step.takes_chunks)
 
 
 def kinds_in_order(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.core.pages import PAGE, Copy, Pool, PrefilledPrompt, check_shared, chunks
+from specbranch.core.pages import PAGE, Copy, Pool, PrefilledPrompt, check_shared
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
@@ -28,12 +28,12 @@ from specbranch.models.forward.fused_step import STEP_ROWS, FusedStep, fuse
 from specbranch.models.forward.step_rows import (
     Rows,
     positions_of,
-    rows_of_chunk,
     rows_of_nodes,
     shared_end,
     split_into_steps,
     tokens_of,
 )
+from specbranch.models.runners.pending_prefill import PendingChunk, PendingPrefill, packed
 from specbranch.models.runners.precision import name_of
 from specbranch.models.runners.torch_runner import TorchRunner
 from specbranch.models.sampling.logit_rows import TensorRow
@@ -98,6 +98,7 @@ class NativeRunner(TorchRunner):
         if self._fused is not None:
             self.prefill_chunk = COMPILED_CHUNK
         self._sequences: dict[int, OpenSequence] = {}
+        self._pending = PendingPrefill(self._sequences)
 
     @property
     def vocabulary(self) -> int:
@@ -166,6 +167,7 @@ class NativeRunner(TorchRunner):
         check_shared((sequence.table, sequence.slots.prefix) for sequence in self._sequences.values())
         for sequence in self._sequences.values():
             sequence.prompt.check()
+        self._pending.check()
 
     def _open(self, seq: int) -> None:
         if seq in self._sequences:
@@ -176,25 +178,65 @@ class NativeRunner(TorchRunner):
         slots = Slots(self._context_length + self.tail, self.tail)
         self._sequences[seq] = OpenSequence(slots, table, PrefilledPrompt(table))
 
-    @torch.inference_mode()
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Prefill tokens in chunks that end at multiples of `prefill_chunk`; computes no logits."""
+        """Append tokens to the prefix and reserve their pages; their forward is put off."""
         self._check_ids(tokens)
+        self._pending.trim()  # what an interrupt left of earlier chunks
         sequence = self._sequences[seq]
         before = len(sequence.slots.prefix)
         try:
             kv_slots = sequence.slots.extend(tokens)
             self._reserve(sequence, kv_slots.start, kv_slots.stop)
-            for start, stop in chunks(kv_slots, self.prefill_chunk):
-                self._store_chunk(sequence.table, tokens[start - kv_slots.start : stop - kv_slots.start], start)
-                if self.prefix_cache:
-                    sequence.prompt.note(sequence.slots.prefix, start, stop, self.prefill_chunk)
+            self._pending.add(PendingChunk(seq, sequence.table, tuple(tokens), before))
         except BaseException:
             self._undo_prefill(seq, before)
             raise
 
+    def flush(self) -> None:
+        """Compute all prefill that was put off.
+
+        If that fails, the sequences whose chunks are not computed are rolled back to before them.
+        """
+        if not self._pending:
+            return
+        try:
+            self._compute_chunks(self._pending.held())
+            self._pending.clear()
+        except BaseException:
+            self._drop_pending()
+            raise
+
+    @torch.inference_mode()
+    def _compute_chunks(self, pending: Sequence[PendingChunk]) -> None:
+        """Write the keys and values of pending chunks, several short ones in one forward, and publish each.
+
+        A prompt is cut at multiples of `prefill_chunk`. `GpuRunner` overrides this.
+        """
+        parts = (part for chunk in pending for part in chunk.cut(self.prefill_chunk))
+        for group in packed(parts, STEP_ROWS if self._fused else 1):
+            self._store_chunks(group)
+            for part in group:
+                self._publish(part)
+
+    def _publish(self, chunk: PendingChunk) -> None:
+        """Let the prefix cache serve a chunk whose forward was launched."""
+        if self.prefix_cache:
+            sequence = self._sequences[chunk.seq]
+            sequence.prompt.note(sequence.slots.prefix, chunk.start, chunk.stop, self.prefill_chunk)
+
+    def _drop_pending(self) -> None:
+        """Roll all sequences with pending chunks back to before them."""
+        for seq, length in self._pending.starts().items():
+            self._undo_prefill(seq, length)
+        self._pending.clear()
+
     def _recall(self, seq: int, tokens: Sequence[int]) -> None:
-        """Take the pages that the prefix cache has for the beginning of a prompt."""
+        """Take the pages that the prefix cache has for the beginning of a prompt.
+
+        Pending chunks that have the same beginning are computed first. So equal prompts are computed once.
+        """
+        if self._pending and self._pending.serve(seq, tokens, self.prefill_chunk):
+            self.flush()
         sequence = self._sequences[seq]
         before = len(sequence.slots.prefix)
         try:
@@ -217,6 +259,7 @@ class NativeRunner(TorchRunner):
     @torch.inference_mode()
     def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
         """Append new nodes and compute their logits; returns one row for each node."""
+        self.flush()
         with self._appending(work) as rows:
             logits, states = self._forward(rows)
         index = iter(range(logits.shape[0]))
@@ -238,10 +281,12 @@ class NativeRunner(TorchRunner):
         # First, as an interrupt may come: the prefix cache must never believe more than the sequence holds.
         sequence.prompt.cut(length, self.prefill_chunk)
         sequence.slots.truncate(length)
+        self._pending.trim()
         sequence.table.shrink(length)
 
     def _close(self, seq: int) -> None:
         self._sequences.pop(seq).table.shrink(0)
+        self._pending.trim()
 
     def _move(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
         """Copy KV slots `moves[0]` of the pool to `moves[1]`.
@@ -328,12 +373,13 @@ class NativeRunner(TorchRunner):
                 f"Token id {wrong} is outside the vocabulary of {self.architecture.name} (0 to {self.vocabulary - 1})."
             )
 
-    def _store_chunk(self, table: Table, tokens: Sequence[int], start: int) -> None:
-        """Prefill one chunk: write its keys and values from KV slot `start` on."""
-        if self._fused and len(tokens) <= STEP_ROWS:
-            self._fused.store([rows_of_chunk(table, tokens, start)])
+    def _store_chunks(self, group: Sequence[PendingChunk]) -> None:
+        """Prefill chunks: write their keys and values. Only the compiled step takes several at once."""
+        if self._fused and sum(len(chunk.tokens) for chunk in group) <= STEP_ROWS:
+            self._fused.store([chunk.rows() for chunk in group])
         else:
-            self.decoder.store(self._chunk_step(table, tokens, start), self.memory)
+            for chunk in group:
+                self.decoder.store(self._chunk_step(chunk.table, chunk.tokens, chunk.start), self.memory)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
         """Return the logits of all rows and, if they are requested (`_state_layers`), the hidden states.

@@ -15,7 +15,7 @@ from specbranch.models.cache.kv_memory import Memory, Table
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.fused_step import STEP_ROWS, fuse
 from specbranch.models.forward.step_rows import GROUP_POSITIONS, Rows, split_into_steps
-from specbranch.models.gpu.layout import LONGEST_OWN, Views
+from specbranch.models.gpu.layout import LONGEST_OWN, SHARED_COUNT, Views
 from specbranch.models.gpu.step import GpuStep
 
 
@@ -53,6 +53,11 @@ class Texts:
         longest = int((at - shared).max()) + 1 if rows.device.type == "cpu" else LONGEST_OWN
         own = begin[:, None] + shared[:, None] + torch.arange(longest, dtype=torch.int32, device=rows.device)
         own.clamp_(max=self.memory.data.shape[0] * PAGE - 1)  # what lies beyond a row's count is not read
-        tables = rows[:, None] * self._pages + torch.arange(self._pages, dtype=torch.int32, device=rows.device)
-        groups = torch.stack((rows, torch.ones_like(rows)), dim=1)
-        return Views(tokens.int(), at, begin + at, shared, at - shared + 1, groups, tables, own)
+        tables = torch.arange(len(rows) * self._pages, dtype=torch.int32, device=rows.device)
+        groups = torch.stack((rows, torch.ones_like(rows), rows * self._pages), dim=1)
+        counts = torch.full((5,), len(rows), dtype=torch.int32, device=rows.device)
+        counts[SHARED_COUNT] = shared.max()
+        return Views(
+            tokens.int(), at, begin + at, shared, at - shared + 1, groups, tables, own, counts=counts,
+            most_pages=self._pages,
+        )  # fmt: skip

@@ -1,0 +1,80 @@
+"""The sessions of a loop: what each method asks for next, and how far both models have prefilled its prompt.
+
+Owns the state of a session between two rounds. Does not own which orders run (`core/loop.py`,
+`core/prefill_budget.py`). Invariant: a model has computed at least the tokens that are noted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specbranch.core.costs import MOST_UNCOMPUTED
+from specbranch.core.market import Offer
+from specbranch.core.methods import MethodRounds
+from specbranch.core.orders import Context, Draft, Orders, Prefill, Reports
+from specbranch.core.session import Session
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A session in the loop."""
+
+    session: Session
+    method: MethodRounds
+    prefill_turn: int  # prefill goes round-robin: the lowest turn is next
+    wants: Orders | Offer
+    prefilled: int = 0  # tokens in the target's KV cache, until `prefill_done`
+    prefill_done: bool = False  # the target has verified once: each verify order computes all tokens before it
+    draft_prefilled: int = 0  # tokens in the draft's KV cache
+    draft_behind: bool = False  # the method asked for a draft, and the draft has to prefill first
+    paused: bool = False  # its consumer does not take tokens at present
+
+    @property
+    def orders(self) -> Orders | None:
+        """What its method asks for; None while it waits for the answer to an offer."""
+        return self.wants if isinstance(self.wants, Orders) else None
+
+    @property
+    def uncomputed(self) -> int:
+        """How many tokens the target has to prefill; the last token goes with the first decode step."""
+        return 0 if self.prefill_done else max(len(self.session.tokens) - 1 - self.prefilled, 0)
+
+    @property
+    def draft_uncomputed(self) -> int:
+        """How many tokens the draft has to prefill for what is asked of it.
+
+        Up to MOST_UNCOMPUTED tokens count as none: a draft step computes them on the way.
+        """
+        asked = self.draft_behind or (isinstance(self.wants, Orders) and self.wants.draft is not None)
+        uncomputed = len(self.session.tokens) - 1 - self.draft_prefilled
+        return uncomputed if asked and uncomputed > MOST_UNCOMPUTED else 0
+
+    @property
+    def needs_draft(self) -> bool:
+        """True if the loop may not skip what the method wants drafted.
+
+        Under the ratio rule the sampled tokens depend on the draft's. A draft of length 0 is prefill alone: it proposes
+        nothing, so the loop may skip it.
+        """
+        draft = self.orders.draft if self.orders else None
+        return self.session.request.by_ratio and not (isinstance(draft, Draft) and draft.plan.length == 0)
+
+    def prefill_order(self, start: int, most: int) -> Prefill:
+        """Order a model to prefill about `most` tokens from `start` on."""
+        tokens = self.session.tokens
+        return Prefill(Context(start, tuple(tokens[start : len(tokens) - 1]), tokens), most)
+
+    def restart_prefill(self) -> None:
+        """Note that neither model holds any of its tokens."""
+        self.prefilled, self.prefill_done, self.draft_prefilled, self.draft_behind = 0, False, 0, False
+
+    def note_prefill(self, orders: Orders, reports: Reports) -> None:
+        """Note how far both models have prefilled; a draft that reports no length counts as caught up."""
+        if orders.verify is not None:
+            self.prefill_done = True
+        elif reports.reached is not None:
+            self.prefilled = reports.reached
+        if orders.draft is not None:
+            reached = reports.draft_reached
+            self.draft_prefilled = len(self.session.tokens) if reached is None else reached
+            self.draft_behind = self.draft_behind and self.draft_uncomputed > 0

@@ -1,0 +1,241 @@
+"""The token budget of a round: how many prompt tokens it computes, and whose.
+
+Owns the limits of a round, what prompt tokens cost beside decode rows, and whose turn it is. Does not own the orders of
+decoding sessions (`core/loop.py`). Invariants: a round prefills at least one chunk, so every prompt gets ahead.
+Prompts take turns. A budget depends on measured times and on numbers of tokens, never on which tokens these are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from statistics import median
+
+from specbranch.core.costs import LearnedCosts, seconds_at
+from specbranch.core.market import MOST_LANES, MOST_ROWS
+from specbranch.core.members import Member
+from specbranch.core.orders import Orders, Reports, Verify
+from specbranch.core.runner import TimesForwards
+
+# A round with prompt tokens may take this many times as long as one without. Then the longest gaps between two tokens
+# of a decoding session, at p99, are at most twice its usual gap.
+LONGEST_ROUND = 1.8
+MOST_PROMPT_TOKENS = 8192  # of a round that also decodes
+TIMES_BEFORE_USE = 3  # rounds of about one size; fewer are not trusted, as the first may include a setup
+ROUNDS_KEPT = 9  # rounds of about one size; their median is the estimate
+# In a round in which the target prefills nothing, the draft may prefill this many times its budget for sessions that
+# already decode.
+DRAFT_PREFILL_FACTOR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLimits:
+    """What one round may hold.
+
+    `prompt_tokens` is the prefill budget of a round that also decodes, until the costs of prompt tokens are measured.
+    None: a round prefills whole prompts. At least one chunk, and one token for each decoding session, always fit.
+    `prompt_tokens_alone` is the budget of a round in which nobody decodes. None: whole prompts.
+    `batched_tokens` (`max_num_batched_tokens`): the most decode rows and prompt tokens of a round together, instead of
+    both budgets. Decode rows always run, and at least one chunk of a prompt.
+    """
+
+    rows: int = MOST_ROWS
+    lanes: int = MOST_LANES
+    prefill_chunk: int = 256
+    prompt_tokens: int | None = None
+    prompt_tokens_alone: int | None = None
+    batched_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class PrefillBudget:
+    """How many tokens one model may still prefill in a round."""
+
+    left: int
+    prefill_chunk: int
+    used: int = 0
+
+    def take(self, uncomputed: int) -> int:
+        """Take all uncomputed tokens, or the whole chunks of them that fit; returns how many tokens that is."""
+        whole_chunks = max(self.left, 0) // self.prefill_chunk * self.prefill_chunk
+        taken = uncomputed if uncomputed <= self.left else whole_chunks
+        self.left -= taken
+        self.used += taken
+        return taken
+
+
+class PromptCosts:
+    """The seconds that prompt tokens add to a round with decode rows, learned from such rounds.
+
+    Until enough rounds are timed, the runner's own table of forwards serves (`TimesForwards`), if it has one.
+    """
+
+    def __init__(self, costs: LearnedCosts | None = None, table: TimesForwards | None = None) -> None:
+        """Know nothing yet; `costs`: learned seconds of rounds without prompt tokens."""
+        self._costs, self._table = costs, table
+        self._added: dict[int, deque[tuple[int, float]]] = {}  # tokens and seconds, by the bit length of the tokens
+
+    def observe(self, batch: Mapping[int, Orders], reports: Mapping[int, Reports]) -> None:
+        """Learn from a round that computed prompt tokens beside decode rows."""
+        span = next((report.verifying for report in reports.values() if report.verifying), None)
+        if span is None or not any(orders.verify for orders in batch.values()):
+            return
+        tokens = sum(prompt.read for prompt in span.prompts.values())
+        usual = self._usual(span.tokens - tokens)
+        if tokens and usual is not None:
+            times = self._added.setdefault(tokens.bit_length(), deque(maxlen=ROUNDS_KEPT))
+            times.append((tokens, max(span.seconds - usual, 0.0)))
+
+    def most_tokens(self, rows: int) -> int | None:
+        """Return how many prompt tokens fit beside so many decode rows; None: nothing is known."""
+        usual = self._usual(rows)
+        if usual is None:
+            return None
+        allowed = (LONGEST_ROUND - 1.0) * usual
+        if points := self._points():
+            return min(_most_within(points, allowed), MOST_PROMPT_TOKENS)
+        return self._most_by_table(rows, allowed)
+
+    def _usual(self, rows: int) -> float | None:
+        """Return the seconds of a round of so many decode rows, without prompt tokens; None: unknown."""
+        if rows < 1:
+            return None
+        if self._costs is not None and self._costs.knows_target:
+            return self._costs.target_seconds(rows)
+        return self._table.forward_seconds(rows) if self._table else None
+
+    def _points(self) -> list[tuple[int, float]]:
+        """Return seconds by tokens, ascending, where enough rounds were timed."""
+        trusted = [times for _, times in sorted(self._added.items()) if len(times) >= TIMES_BEFORE_USE]
+        return [(round(median(n for n, _ in times)), median(s for _, s in times)) for times in trusted]
+
+    def _most_by_table(self, rows: int, allowed: float) -> int | None:
+        if self._table is None or (usual := self._table.forward_seconds(rows)) is None:
+            return None
+
+        def fits(tokens: int) -> bool:
+            seconds = self._table.forward_seconds(rows + tokens) if self._table else None
+            return seconds is not None and seconds - usual <= allowed
+
+        return _largest(fits, MOST_PROMPT_TOKENS)
+
+
+class Prefills:
+    """Decides in each round which prompts are prefilled, and by how much."""
+
+    def __init__(self, costs: PromptCosts, limits: RoundLimits) -> None:
+        self.costs, self.limits = costs, limits
+        self._turns = count()
+
+    def next_turn(self) -> int:
+        """Return the next turn of prefill."""
+        return next(self._turns)
+
+    def add(self, batch: dict[int, Orders], members: Sequence[Member]) -> dict[int, Orders]:
+        """Return the orders of a target round: those of `batch`, and prefill for the other members."""
+        target, draft = self._budgets(batch)
+        by_turn = sorted(members, key=lambda member: member.prefill_turn)
+        decoding = [member for member in by_turn if member.session.number in batch]
+        for member in [member for member in by_turn if member.session.number not in batch]:
+            if orders := self._prefill_orders(member, target, draft, alone=len(members) == 1):
+                batch[member.session.number] = orders
+        if target.used == 0:
+            draft.left *= DRAFT_PREFILL_FACTOR
+        self._prefill_late_drafts(decoding, batch, draft)
+        if any(orders.prefill for orders in batch.values()):
+            # The next prefill chunk would discard a decode step that was launched ahead.
+            return {number: _without_launch_ahead(orders) for number, orders in batch.items()}
+        return batch
+
+    def _budgets(self, batch: Mapping[int, Orders]) -> tuple[PrefillBudget, PrefillBudget]:
+        """Return the budgets of the target and of the draft."""
+        tokens = self._prompt_tokens(len(batch), rows_of(batch.values()))
+        return PrefillBudget(tokens, self.limits.prefill_chunk), PrefillBudget(tokens, self.limits.prefill_chunk)
+
+    def _prompt_tokens(self, decoding: int, rows: int) -> int:
+        """Return the prefill budget of a round with so many decoding sessions and decode rows."""
+        limits = self.limits
+        if limits.batched_tokens is not None:
+            return max(limits.batched_tokens - rows, limits.prefill_chunk)
+        most = limits.prompt_tokens if decoding else limits.prompt_tokens_alone
+        if most is None:
+            return sys.maxsize
+        if decoding and (measured := self.costs.most_tokens(rows)) is not None:
+            most = measured
+        return max(most, limits.prefill_chunk, decoding)
+
+    def _prefill_orders(
+        self, member: Member, target: PrefillBudget, draft: PrefillBudget, alone: bool
+    ) -> Orders | None:
+        """Return prefill orders for a session, or its own orders if the budget covers all that is uncomputed.
+
+        Orders that verify compute the rest of the prompt themselves, so the first token comes out of the forward that
+        ends the prompt. A session that is alone, or whose tokens depend on its draft, waits for the draft's prefill.
+        """
+        uncomputed, draft_uncomputed = member.uncomputed, member.draft_uncomputed
+        taken, draft_taken = target.take(uncomputed), draft.take(draft_uncomputed)
+        if member.orders and taken == uncomputed:
+            if draft_taken == draft_uncomputed:
+                target.left -= 1 if self.limits.batched_tokens else 0  # its decode row
+                return member.orders
+            if member.orders.verify and not (alone or member.needs_draft):
+                return self._without_draft(member, member.orders, draft_taken)
+        if not taken and not draft_taken:
+            return None
+        member.prefill_turn = self.next_turn()
+        return Orders(
+            draft=member.prefill_order(member.draft_prefilled, draft_taken) if draft_taken else None,
+            prefill=member.prefill_order(member.prefilled, taken) if taken else None,
+        )
+
+    def _prefill_late_drafts(self, decoding: Iterable[Member], batch: dict[int, Orders], draft: PrefillBudget) -> None:
+        """Have the draft prefill for decoding sessions whose cache it has to catch up on; they draft nothing then."""
+        if self.limits.prompt_tokens is None:
+            return
+        for member in decoding:
+            if uncomputed := member.draft_uncomputed:
+                number = member.session.number
+                batch[number] = self._without_draft(member, batch[number], draft.take(uncomputed))
+
+    def _without_draft(self, member: Member, orders: Orders, taken: int) -> Orders:
+        """Return a session's orders with prefill of `taken` tokens by the draft in place of drafting."""
+        member.draft_behind = True
+        if not taken:
+            return replace(orders, draft=None)
+        member.prefill_turn = self.next_turn()
+        return replace(orders, draft=member.prefill_order(member.draft_prefilled, taken))
+
+
+def rows_of(orders: Iterable[Orders]) -> int:
+    """Return how many decode rows the verify orders of a round have."""
+    return sum(_rows(order.verify) for order in orders if order.verify)
+
+
+def _rows(verify: Verify) -> int:
+    return 1 + len(verify.tokens) + (len(verify.aside.tokens) if verify.aside else 0)
+
+
+def _most_within(points: list[tuple[int, float]], allowed: float) -> int:
+    """Return how many tokens add at most `allowed` seconds; at most twice as many as were timed."""
+    slope = 1.0 / points[0][0]  # of one point alone: seconds are proportional to tokens
+    return _largest(lambda tokens: seconds_at(points, tokens, slope) <= allowed, 2 * points[-1][0])
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to `most` that fits, 0 if none does; all below a fitting one fit."""
+    least = 0
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return least
+
+
+def _without_launch_ahead(orders: Orders) -> Orders:
+    """Return the same orders without `goes_on` and `follows`: the model launches nothing ahead."""
+    verify = orders.verify
+    if verify is None or not (verify.goes_on or verify.follows):
+        return orders
+    return replace(orders, verify=replace(verify, goes_on=False, follows=None))
