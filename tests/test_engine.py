@@ -532,7 +532,8 @@ def test_a_prompt_that_fails_does_not_take_the_others_with_it(
 
 
 def test_an_llm_has_at_most_ten_parameters() -> None:
-    assert len(inspect.signature(LLM).parameters) <= 10
+    parameters = inspect.signature(LLM).parameters.values()
+    assert len([one for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]) <= 10
 
 
 def test_an_option_as_a_keyword_still_works_and_says_what_to_write(pair: tuple[str, str]) -> None:

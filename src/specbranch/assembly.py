@@ -20,6 +20,7 @@ from specbranch.config import DeviceMap, ExecutorName, LoadOptions, RunnerName, 
 from specbranch.core.loop import Executor
 from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
+from specbranch.core.warm_up import ForwardSizes, warming
 from specbranch.errors import BadParameter, ModelError, UnsupportedArchitecture, unknown
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Recipe
@@ -125,9 +126,16 @@ class Parts:
 
 
 def assemble(
-    target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, clock: CostProfile | None = None
+    target: ModelChoice,
+    draft: ModelChoice | None,
+    executor: ExecutorName,
+    clock: CostProfile | None = None,
+    warm_up: ForwardSizes | None = None,
 ) -> Parts:
-    """Load both models and make their workers and executor. A `clock` gives the executor simulated time."""
+    """Load both models and make their workers and executor. A `clock` gives the executor simulated time.
+
+    `warm_up`: the sizes that a draft in another process is warmed up for; None: it is not.
+    """
     if executor not in EXECUTORS:
         raise unknown("executor", str(executor), EXECUTORS)
     if clock is not None and executor != "serial":
@@ -145,7 +153,8 @@ def assemble(
     verifier = make_verifier(target)
     described = _described(verifier.runner)
     captures = any(torch_device(choice) == "cuda" for choice in (target, draft) if choice is not None)
-    return Parts(tokenizer, verifier, make_executor(executor, verifier, draft, shared, clock), *described, captures)
+    made = make_executor(executor, verifier, draft, shared, clock, warm_up)
+    return Parts(tokenizer, verifier, made, *described, captures)
 
 
 def fitted_to_target(draft: ModelChoice, target: str) -> ModelChoice:
@@ -253,18 +262,24 @@ def make_drafter(choice: ModelChoice, vocabulary: int, target_runner: Runner | N
     return Drafter(runner)
 
 
-def drafter_recipe(choice: ModelChoice, vocabulary: int) -> Recipe:
+def drafter_recipe(choice: ModelChoice, vocabulary: int, warm_up: ForwardSizes | None = None) -> Recipe:
     """Return the recipe by which a draft process makes the same worker. It imports the same sources of tensors
     first."""
     from specbranch.models.files.sources import source_modules
 
-    given = {"choice": asdict(choice), "vocabulary": vocabulary}
+    given: dict[str, Any] = {"choice": asdict(choice), "vocabulary": vocabulary}
+    if warm_up is not None:
+        given["warm_up"] = asdict(warm_up)
     return Recipe("specbranch.assembly:make_drafter_by", given, source_modules())
 
 
-def make_drafter_by(choice: Mapping[str, Any], vocabulary: int) -> Drafter:
-    """Make a draft worker from plain values, in a process of its own."""
-    return make_drafter(ModelChoice(**choice), vocabulary)
+def make_drafter_by(choice: Mapping[str, Any], vocabulary: int, warm_up: Mapping[str, Any] | None = None) -> Drafter:
+    """Make a draft worker from plain values, in a process of its own, and warm it up."""
+    drafter = make_drafter(ModelChoice(**choice), vocabulary)
+    if warm_up is not None:
+        for runner in warming((drafter.runner,)):
+            runner.warm_up(ForwardSizes(**warm_up))
+    return drafter
 
 
 def make_verifier(choice: ModelChoice) -> Verifier:
@@ -289,13 +304,17 @@ def make_executor(
     draft: ModelChoice | None,
     shared: int | None,
     clock: CostProfile | None = None,
+    warm_up: ForwardSizes | None = None,
 ) -> Executor:
-    """Make the executor of that name, or one with a virtual clock. The draft proposes only the first `shared` ids."""
+    """Make the executor of that name, or one with a virtual clock. The draft proposes only the first `shared` ids.
+
+    `warm_up`: the sizes that a draft in another process is warmed up for.
+    """
     if draft is None or shared is None:
         return Serial(verifier) if clock is None else VirtualClock(verifier, None, clock)
     vocabulary = min(shared, verifier.runner.vocabulary)
     if name == "process":
-        return Process(verifier, drafter_recipe(draft, vocabulary))
+        return Process(verifier, drafter_recipe(draft, vocabulary, warm_up))
     if name == "streams" and getattr(verifier.runner, "note", None) is None:
         raise _needs_gpu_target(f"by {type(verifier.runner).__name__}")
     drafter = make_drafter(draft, vocabulary, verifier.runner)

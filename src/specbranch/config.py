@@ -32,6 +32,8 @@ WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
 RunnerName = Literal["auto", "native", "transformers"]
 RUNNERS: tuple[RunnerName, ...] = get_args(RunnerName)
 DeviceMap = Literal["auto"]
+WarmUpName = Literal["full", "lazy"]  # when a GPU's kernels are compiled and its CUDA graphs captured
+WARM_UP_NAMES: tuple[WarmUpName, ...] = get_args(WarmUpName)
 
 
 def _require(ok: bool, name: str, got: object, expected: str) -> None:
@@ -304,6 +306,9 @@ class LoadOptions:
             folder.
         prefix_cache: True, the default, keeps the KV pages of prompts. A prompt with the same beginning then skips
             the prefill of that beginning.
+        warm_up: "full", the default, compiles a GPU's kernels and captures its CUDA graphs at load, for all steps that
+            the method and `max_batch` can need. "lazy" does so when a step first occurs, in the middle of an answer:
+            for scripts that ask once. A CPU has nothing to warm up.
     """
 
     runner: RunnerName = "auto"
@@ -321,6 +326,7 @@ class LoadOptions:
     predictor: str | None = None
     keep_experience: bool = True
     prefix_cache: bool = True
+    warm_up: WarmUpName = "full"
 
     def __post_init__(self) -> None:
         check_loading(self.runner, self.weights, self.context_length, self.cache_tokens)
@@ -328,6 +334,7 @@ class LoadOptions:
             raise unknown("storage of weights", str(self.draft_weights), WEIGHTS)
         if self.max_batch is not None:
             check_batch_size(self.max_batch)
+        check_warm_up(self.warm_up)
         if (most := self.max_num_batched_tokens) is not None:
             _require(_is_count(most, 1), "max_num_batched_tokens", most, "a whole number ≥ 1, or none for the default")
         for name in ("force_profile", "keep_experience", "prefix_cache"):
@@ -348,6 +355,12 @@ def check_loading(runner: str, weights: str | None, context_length: int | None, 
     for name, value, least in (("context_length", context_length, 2), ("cache_tokens", cache_tokens, 1)):
         expected = f"a whole number ≥ {least}, or nothing"
         _require(value is None or (isinstance(value, int) and value >= least), name, value, expected)
+
+
+def check_warm_up(given: str) -> None:
+    """Refuse what is no kind of warm-up."""
+    if given not in WARM_UP_NAMES:
+        raise unknown("warm-up", str(given), WARM_UP_NAMES)
 
 
 def check_batch_size(given: int) -> int:

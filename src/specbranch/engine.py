@@ -16,7 +16,7 @@ from specbranch.answer import Answer, Chunk, Output, gather
 from specbranch.assembly import ModelChoice, Parts, assemble, chosen_draft, chosen_target, cost_profile, experience_key
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile
-from specbranch.config import OVERLAPPING, ExecutorName, LoadOptions, SamplingParams, SpeculativeConfig
+from specbranch.config import OVERLAPPING, ExecutorName, LoadOptions, SamplingParams, SpeculativeConfig, WarmUpName
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import DraftState, Loop
 from specbranch.core.methods import find_method
@@ -29,6 +29,7 @@ from specbranch.decoding import Decoding, Speculative, resolve
 from specbranch.engine_core import EngineCore, LoadedModels, PromptLike, raise_failure
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
+from specbranch.exec.forward_sizes import draft_sizes
 from specbranch.experiences import ExperienceFile, Experiences, experience_folder
 from specbranch.hrad.engine_predictor import EnginePredictor
 from specbranch.older_names import with_older
@@ -95,7 +96,7 @@ class LLMView:
         if there is a draft, else "auto". `speculative=False` is plain decoding, unless `method` is given.
         """
         config = resolve(speculative, method, self.core.models.has_draft)
-        return LLMView(self.core, self.core.decoding(config), self.max_batch)
+        return LLMView(self.core, self.core.decoding(config, warm_up=True), self.max_batch)
 
     def modelled(self, clock: str) -> LLMView:
         """Return a view on the same models with a simulated clock, which charges the times of a cost profile.
@@ -224,10 +225,11 @@ class LLM(LLMView):
         executor: ExecutorName = "serial",
         device: str | None = None,
         dtype: str | None = None,
+        warm_up: WarmUpName | None = None,
         options: LoadOptions | Mapping[str, Any] | None = None,
         **older: Any,
     ) -> None:
-        """Load the models.
+        """Load the models, and get them ready for the first answer.
 
         Args:
             target: a known name, a folder, a GGUF file or a Hub id. Default: the target of the default pair.
@@ -240,25 +242,32 @@ class LLM(LLMView):
                 "streams" runs both at once on GPUs.
             device: "cpu", "cuda" or "cuda:N". Default: a GPU if there is one.
             dtype: the precision of computing. Default: float32 on a CPU, bfloat16 on a GPU.
+            warm_up: "full" compiles a GPU's kernels and captures its CUDA graphs now; "lazy" does so when a step first
+                occurs, for scripts that ask once. Default: that of `options`, which is "full".
             options: all other options, a `LoadOptions` or a mapping with its names.
             older: names of `options` that were arguments once. They still work, with a DeprecationWarning.
         """
         load_options = with_older(LoadOptions, options, older, "LLM")
+        if warm_up is not None:
+            load_options = replace(load_options, warm_up=warm_up)
         self.target, draft_name = chosen_models(pair, target, draft)
         profile = cost_profile(load_options.clock, self.target, draft_name, load_options.force_profile)
         config = resolve(speculative, method, draft_name is not None)
-        uses_draft = find_method(config.method or "", draft_name is not None).uses_draft
+        chosen = find_method(config.method or "", draft_name is not None)
         target_choice = chosen_target(self.target, device, dtype, load_options)
-        draft_choice = chosen_draft(draft_name, target_choice, load_options) if uses_draft else None
-        parts = assemble(target_choice, draft_choice, executor, profile)
+        draft_choice = chosen_draft(draft_name, target_choice, load_options) if chosen.uses_draft else None
+        full = load_options.warm_up == "full"
+        sizes = draft_sizes(chosen, config, load_options.max_batch or MAX_BATCH) if full else None
+        parts = assemble(target_choice, draft_choice, executor, profile, sizes)
         self.cache_dtype = load_options.cache_dtype
         saves = load_options.keep_experience and profile is None
         file = _experience_file(target_choice, draft_choice, executor, parts) if saves else None
         costs = profile or _learned_costs(parts.verifier.runner, executor in OVERLAPPING)
         predictor = EnginePredictor(load_options.predictor, self.target, draft_name, parts.verifier)
-        models = LoadedModels(parts, draft_choice is not None, predictor)
+        max_batch = _batch_limit(load_options.max_batch, parts.verifier.runner)
+        models = LoadedModels(parts, draft_choice is not None, predictor, warmed_sessions=max_batch if full else 0)
         core = _core(models, costs, file, load_options.max_num_batched_tokens)
-        super().__init__(core, core.decoding(config), _batch_limit(load_options.max_batch, parts.verifier.runner))
+        super().__init__(core, core.decoding(config, warm_up=True), max_batch)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -279,6 +288,11 @@ class LLM(LLMView):
     def draft_state(self) -> DraftState:
         """What the draft can do now: "ready", "starting", "busy", "lost", or "none" if there is no draft."""
         return self._parts.executor.draft_state
+
+    @property
+    def late_captures(self) -> int:
+        """How often a CUDA graph was captured, or a kernel compiled, in the middle of an answer. On a CPU it is 0."""
+        return self.core.late_captures
 
     @property
     def runner(self) -> str:

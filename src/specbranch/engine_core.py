@@ -21,10 +21,13 @@ from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS, PLAIN, find_method
 from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
+from specbranch.core.runner import Runner
 from specbranch.core.scheduler import Scheduler, Ticket
+from specbranch.core.warm_up import WarmsUp, late_captures, not_late, warming
 from specbranch.decoding import Decoding
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
+from specbranch.exec.forward_sizes import draft_sizes, target_sizes
 from specbranch.exec.verifier import Verifier
 from specbranch.experiences import Experiences
 from specbranch.hrad.engine_predictor import EnginePredictor
@@ -44,6 +47,13 @@ class LoadedModels:
     has_draft: bool
     predictor: EnginePredictor
     numbers: Iterator[int] = field(default_factory=count)  # of sessions: unique on these models
+    warmed_sessions: int = 0  # the batch size that a warm-up prepares for; 0: there is no warm-up
+
+    @property
+    def runners(self) -> tuple[Runner, ...]:
+        """The target, and the draft if it works in this process."""
+        drafter = self.drafter
+        return (self.parts.verifier.runner, *(() if drafter is None else (drafter.runner,)))
 
     @property
     def drafter(self) -> Drafter | None:
@@ -85,12 +95,23 @@ class EngineCore:
         """The number of token ids that the target scores."""
         return self.verifier.runner.vocabulary
 
-    def decoding(self, config: SpeculativeConfig) -> Decoding:
+    @property
+    def late_captures(self) -> int:
+        """How often the models captured a CUDA graph or compiled a kernel in the middle of an answer."""
+        return late_captures(self.models.runners)
+
+    def decoding(self, config: SpeculativeConfig, warm_up: bool = False) -> Decoding:
         """Make the `Decoding` of resolved settings. If its planner needs costs that nobody has timed, time the pair
-        first."""
+        first.
+
+        `warm_up`: first get the models ready for all steps of this method, unless they were loaded without warm-up.
+        """
         method = find_method(config.method or PLAIN, self.models.has_draft)
         made = Decoding(config, method, self.experiences, self.models.predictor.serves(method, config))
-        self._rehearse(made)
+        with not_late(self.models.runners):
+            if warm_up:
+                self._warm_up(made)
+            self._rehearse(made)
         return made
 
     def modelled(self, profile: CostProfile) -> EngineCore:
@@ -207,8 +228,23 @@ class EngineCore:
 
     def close(self) -> None:
         """Stop the draft process, if there is one, and save what was learned."""
+        for runner in warming(self.models.runners):
+            runner.save_kinds()
         self.loop.close()
         self.experiences.write(last=True)
+
+    def _warm_up(self, decoding: Decoding) -> None:
+        """Get both models ready for all steps that the method can order."""
+        sessions, (target, *drafts) = self.models.warmed_sessions, self.models.runners
+        if not sessions:
+            return
+        method, config = decoding.method, decoding.config
+        if isinstance(target, WarmsUp):
+            target.warm_up(target_sizes(method, config, sessions, decoding.wants_forecast))
+        for draft in warming(drafts) if method.uses_draft else ():
+            draft.warm_up(draft_sizes(method, config, sessions))
+            if isinstance(target, WarmsUp):
+                target.warm_up_receiver(draft)
 
     def _rehearse(self, decoding: Decoding) -> None:
         """Time the pair if the method plans by costs and too few of them are known."""

@@ -71,6 +71,10 @@ class Repeating:
         return self.inner.restarts
 
     @property
+    def late_captures(self) -> int:
+        return self.inner.late_captures
+
+    @property
     def draft_state(self) -> DraftState:
         return self.inner.draft_state
 

@@ -20,7 +20,7 @@ from specbranch.cli.bench_regret import regret
 from specbranch.cli.options import BATCHED_TOKENS_OPTION, TABLES
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.clock.shipped import shipped_profiles
-from specbranch.config import ExecutorName
+from specbranch.config import ExecutorName, WarmUpName, check_warm_up
 from specbranch.errors import BadParameter
 from specbranch.lab.bench.methods import OTHER_ENGINES, listed
 from specbranch.lab.bench.presets import DEFAULTS, PRESET_HELP, PRESETS, with_preset
@@ -65,6 +65,11 @@ DRAFT_SHAPE_OPTION: dict[str, Any] = {
 CACHE_OPTION: dict[str, Any] = {
     "metavar": "TYPE",
     "help": "Storage type of the KV cache on a CPU: float32, bfloat16 or int8 [float32].",
+}
+WARM_UP_OPTION: dict[str, Any] = {
+    "metavar": "WHEN",
+    "help": "When a GPU's kernels are compiled and its CUDA graphs captured: full, at load; lazy, when a step first "
+    "occurs [full].",
 }
 _what, _models, _how, _where = (options_of(title) for title in ("What to run", "Models", "How", "Where"))
 
@@ -198,6 +203,7 @@ def bench() -> None:
     "this machine, and add to it [they start from nothing].",
 )
 @_how("--force-profile", is_flag=True, help="Use a profile even if it was measured with another pair.")
+@_how("--warm-up", **WARM_UP_OPTION)
 @_how("--seed", type=int, default=0, metavar="N", help="Seed from which each prompt gets a seed of its own [0].")
 @_where("--data", **DATA)
 @_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the records [the cache folder].")
@@ -294,6 +300,7 @@ def run(**given: Any) -> None:
     metavar="N",
     help="Number of measurements of each method, by the wall clock [3].",
 )
+@_how("--warm-up", **WARM_UP_OPTION)
 @_where("--data", **DATA)
 @_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the records [the cache folder].")
 @_where("--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder for load.json and a chart per clock.")
@@ -331,6 +338,7 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     named = {name: given[name] for name in ("pair", "target", "draft", "target_shape", "draft_shape")}
     if not named["target"]:
         named["pair"] = named["pair"] or DEFAULT_PAIR
+    check_warm_up(given["warm_up"] or "full")
     order = PairOrder(**named)
     methods = [name for name in chosen_methods(listed(given["methods"]), order.has_draft) if name != BASELINE]
     if outside := [name for name in methods if name in OTHER_ENGINES]:
@@ -345,6 +353,7 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     with TemporaryDirectory() as recipes, counted() as progress:
         subject = make_subject(order, running, Path(recipes))
         target, draft, title = subject.target, subject.draft, subject.title
+        warm_up: WarmUpName = "lazy" if given["clock"] else given["warm_up"] or "full"
         with RecordedPair(
             target=target,
             draft=draft,
@@ -352,6 +361,8 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
             folder=given["records"],
             running=running,
             max_num_batched_tokens=given["max_num_batched_tokens"],
+            warm_up=warm_up,
+            max_batch=max(counts),
         ) as recorded:
             if given["clock"]:
                 return run_load(recorded, suites, workload, methods, clocks, counts, progress)
@@ -419,6 +430,7 @@ def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
     def same(*names: str) -> dict[str, Any]:
         return {name: wanted[name] for name in names if wanted[name] is not None}
 
+    check_warm_up(wanted["warm_up"] or "full")
     clocks = named_clocks(wanted["clock"])
     usual = same("target_shape", "draft_shape", "limit", "outside_limit")
     named = wanted["pair"], wanted["target"], wanted["draft"]
@@ -447,7 +459,7 @@ def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
         command=_command(),
         **same("suites", "prompts", "data", "limit", "repeats", "tune", "trials", "tuning_prompts", "profile"),
         texts=checked_texts(wanted["texts"], by_the_wall=clocks[0].is_wall),
-        **same("force_profile", "predictor", "keep_experience", "timeline", "records"),
+        **same("force_profile", "predictor", "keep_experience", "timeline", "records", "warm_up"),
     )
 
 

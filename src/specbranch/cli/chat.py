@@ -57,7 +57,7 @@ def chat(system: str | None, colour: bool | None, **given: Any) -> None:
     When the context is full, the oldest turns are dropped; the --system message stays.
     """
     params, conversation = sampling_params(given), Conversation(system)
-    with load_llm(given) as llm:
+    with load_llm({**given, "max_batch": 1}) as llm:
         while (question := _ask()) is not None:
             try:
                 _turn(llm, conversation, question, params, wants_colour(colour))

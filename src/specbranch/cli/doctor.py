@@ -32,7 +32,9 @@ FINDING_COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
     help="How the models would run: in turn, in parallel processes, or on streams of a GPU [serial].",
 )
 @click.option("--colour/--no-colour", default=None, help="Colour the findings [on a terminal].")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: well, findings, predictions, best.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object: well, findings, predictions, best, steps."
+)
 def doctor(executor: ExecutorName, colour: bool | None, as_json: bool, **given: Any) -> None:
     """Check this installation and a pair, and predict the speedup of each method.
 
@@ -44,6 +46,7 @@ def doctor(executor: ExecutorName, colour: bool | None, as_json: bool, **given: 
     from specbranch.cli.progress import counted
     from specbranch.lab.doctor.examine import Patient, examine
     from specbranch.lab.measure.loaded_pair import pair_name
+    from specbranch.lab.measure.step_times import step_table
 
     target, draft = pair_choices(given)
     name = pair_name(given["pair"], target.name, draft.name)
@@ -54,7 +57,7 @@ def doctor(executor: ExecutorName, colour: bool | None, as_json: bool, **given: 
     if as_json:
         click.echo(json.dumps({"pair": name, **report.to_dict()}, ensure_ascii=False))
     else:
-        click.echo("\n".join(_table(report.predictions)))
+        click.echo("\n".join([*step_table(report.steps), *_table(report.predictions)]))
     if not report.is_well:
         click.get_current_context().exit(1)
 

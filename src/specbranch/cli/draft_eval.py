@@ -43,11 +43,11 @@ def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_
     """
     from specbranch.assembly import common_vocabulary, make_drafter
     from specbranch.cli.generate import read_prompts
-    from specbranch.cli.options import load_llm
+    from specbranch.cli.options import asking_once, load_llm
     from specbranch.training.distill.agreement import compare, step_seconds
 
     asked, choice = read_prompts(None, prompts)[:limit], _draft_choice(given)
-    with load_llm({**given, "draft": None, "method": "autoregressive"}) as target:
+    with load_llm(asking_once({**given, "draft": None, "method": "autoregressive"})) as target:
         drafter = make_drafter(choice, common_vocabulary(target.tokenizer, choice), target.target_runner)
         texts = _answers(target, asked, max_tokens, raw)
         found = compare(drafter.runner, texts)

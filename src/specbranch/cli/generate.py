@@ -13,7 +13,7 @@ import click
 
 from specbranch.answer import Chunk, Output
 from specbranch.cli.asking import ANSWERING, chat_option, encoded, from_standard_input
-from specbranch.cli.options import TABLES, load_llm, sampling_params, text, with_options
+from specbranch.cli.options import TABLES, asking_once, load_llm, sampling_params, text, with_options
 from specbranch.cli.paint import LEGEND, answered, wants_colour
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.core.trace import Trace
@@ -78,7 +78,7 @@ def generate(
     prompts = read_prompts(prompt, file)
     params = sampling_params(given)
     _check_writable(trace_file)
-    llm = load_llm(given)
+    llm = load_llm(asking_once(given) if len(prompts) == 1 else given)
     recorder = llm.core.loop.trace = Trace() if trace_file else None
     colours = wants_colour(colour)
     with llm:

@@ -138,6 +138,13 @@ SPECULATION = (
         help="Prefill every prompt in full. By default both models keep the KV cache of earlier prompts "
         "and reuse it for common prefixes.",
     ),
+    _model(
+        "--warm-up",
+        metavar="WHEN",
+        help="When a GPU's kernels are compiled and its CUDA graphs captured. full: at load, for all steps that the "
+        "method and the batch size can need. lazy: when a step first occurs, in the middle of an answer [full; "
+        "lazy for commands that ask once].",
+    ),
     _speculation(
         "--method", metavar="METHOD", help="Decoding method, see below [specbranch with a draft, auto without one]."
     ),
@@ -329,7 +336,7 @@ def load_llm(given: dict[str, Any]) -> LLM:
     """Load the requested models, with a progress bar for a download."""
     from specbranch.cli.progress import narrated, pulled
 
-    config = speculative_config(given)
+    config, options = speculative_config(given), load_options(given)
     names = ("pair", "target", "draft", "device", "dtype", "executor")
     chosen = {name: given[name] for name in names if given.get(name) is not None}
     target, draft = chosen_models(*(chosen.get(name) for name in ("pair", "target", "draft")))
@@ -346,12 +353,17 @@ def load_llm(given: dict[str, Any]) -> LLM:
     from specbranch.engine import LLM
 
     with narrated("Loading the models"):
-        return LLM(**chosen, speculative=config, options=load_options(given))
+        return LLM(**chosen, speculative=config, options=options)
+
+
+def asking_once(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a command that answers few prompts: unless --warm-up is given, it is lazy."""
+    return {**given, "warm_up": given.get("warm_up") or "lazy"}
 
 
 def load_options(given: dict[str, Any]) -> LoadOptions:
-    """Collect how models are loaded from what was given on the command line; `max_batch` there is the server's."""
-    names = [one.name for one in fields(LoadOptions) if one.name != "max_batch"]
+    """Collect how models are loaded from what was given on the command line."""
+    names = [one.name for one in fields(LoadOptions)]
     return LoadOptions.from_dict({name: given[name] for name in names if given.get(name) is not None})
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @click.option(
     "--check/--no-check", default=True, help="Compare modelled with measured time of a few requests at the end [check]."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: profile, check, out.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: profile, check, out, steps.")
 def profile(out: Path, executor: ExecutorName, check: bool, as_json: bool, **given: Any) -> None:
     """Measure what a pair costs on this machine: target forwards, draft steps, their mutual slow-down, and host time.
 
@@ -49,23 +49,28 @@ def profile(out: Path, executor: ExecutorName, check: bool, as_json: bool, **giv
 
     Target forwards are measured by number of tokens and context length, draft steps by width. The probes take turns,
     and medians count. It takes about a minute on two cores; leave the machine idle meanwhile. At the end, the command
-    compares the profile's prediction for a few requests with their measured time.
+    compares the profile's prediction for a few requests with their measured time. On a GPU it also prints the time of
+    every kind of step that a warm-up captures.
     """
     from specbranch.cli.progress import counted
     from specbranch.lab.measure import check_profile
     from specbranch.lab.measure.profile_pair import measure
+    from specbranch.lab.measure.step_times import plain_times, step_table, warmed_up
 
     _check_out(out)
     with counted() as progress:
         pair = _loaded(given, executor)
+        steps = warmed_up(pair)
         made = measure(pair, progress=progress)
         _save(made, out)
         found = check_profile.check(made, pair, progress=progress) if check else []
     if as_json:
         result = {"profile": made.to_dict(), "check": [_record(one) for one in found], "out": str(out)}
+        result["steps"] = plain_times(steps)
         click.echo(json.dumps(result, ensure_ascii=False))
         return
-    click.echo("\n".join([*_table(made), "", *_verdict(found), f"Written to {out}; use it with --clock {out}."]))
+    lines = [*_table(made), *step_table(steps), "", *_verdict(found)]
+    click.echo("\n".join([*lines, f"Written to {out}; use it with --clock {out}."]))
 
 
 def _loaded(given: dict[str, Any], executor: ExecutorName) -> LoadedPair:

@@ -14,7 +14,7 @@ import click
 
 from specbranch.answer import Output
 from specbranch.cli.asking import ANSWERING, chat_option, encoded
-from specbranch.cli.options import CLOCK, TABLES, load_llm, sampling_params, text, with_options
+from specbranch.cli.options import CLOCK, TABLES, asking_once, load_llm, sampling_params, text, with_options
 from specbranch.cli.paint import wants_colour
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.core.trace import Trace
@@ -72,7 +72,7 @@ def trace(
     params = sampling_params({**given, "max_tokens": given["max_tokens"] or TRACED_TOKENS})
     if out is not None:
         _make_folder(out)
-    with load_llm(given) as llm:
+    with load_llm(asking_once(given)) as llm:
         recorded = llm.core.loop.trace = Trace()
         (output,) = llm.generate([encoded(llm, asked, as_chat)], params)
     if output.error is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import PAIR, TARGET, load_llm, with_options
+from specbranch.cli.options import PAIR, TARGET, asking_once, load_llm, with_options
 from specbranch.cli.sections import SectionedCommand
 from specbranch.errors import BadParameter
 from specbranch.pairs import chosen_models
@@ -47,7 +47,7 @@ def verify(file: Path, as_json: bool, **given: Any) -> int:
         given["target"], _ = chosen_models(pair, given["target"], None)
     settings, claimed = common_settings(answers, given), claimed_settings(answers, given)
     results: list[Recheck] = []
-    with load_llm({**given, **settings, "method": "autoregressive"}) as plain:
+    with load_llm(asking_once({**given, **settings, "method": "autoregressive"})) as plain:
         for number, answer in enumerate(tracked(answers, "Answers")):
             with naming(str(file), number):
                 results.append(recheck(plain, answer))

@@ -82,6 +82,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def late_captures(self) -> int:
+        """How often a model in this process captured a CUDA graph or compiled a kernel in the middle of an answer."""
+        ...
+
+    @property
     def draft_state(self) -> DraftState:
         """What the draft can do now; any thread may read it."""
         ...
@@ -155,7 +160,7 @@ class Loop:
         Sessions that only draft run first, as one batch. The others wait, so that all sessions verify in one target
         forward. That forward also prefills a few chunks of other sessions' prompts.
         """
-        restarts, self.out_of_pages = self.executor.restarts, {}
+        restarts, late, self.out_of_pages = self.executor.restarts, self.executor.late_captures, {}
         for member in self._live.values():
             member.session.batch_size = len(self._live)
         self._grant_lanes()
@@ -169,6 +174,8 @@ class Loop:
             self.costs.observe(batch, reports)
         self._prefills.costs.observe(batch, reports)
         self._count_waiting(batch, self.executor.now() - started, self.executor.restarts - restarts)
+        for number in reports:
+            self._live[number].session.stats.late_captures += self.executor.late_captures - late
         took_part = [self._live[number].session for number in reports]
         for number, report in reports.items():
             self._deliver(self._live[number], batch[number], report)

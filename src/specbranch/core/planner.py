@@ -45,6 +45,7 @@ LIGHT = 1.25  # … unless a step costs at most this many times the price of a s
 # Weight of the present rate (tokens a second) in the price of the draft's first step; the rate of plain decoding has
 # the rest. The first step may cost less because further steps depend on it.
 FIRST = 0.5
+PLANNED_ROWS = 16  # rows that one verify of a session may have, the root's included
 MUTE = 8  # unanswered orders in a row after which the draft counts as gone: the text may exceed its context
 
 
@@ -76,7 +77,7 @@ class Planner:
         trees: bool = True,
         branches: bool = True,
         learns: bool = True,
-        most_rows: int = 16,
+        most_rows: int = PLANNED_ROWS,
     ) -> None:
         """Plan by `experience`; the other parameters leave parts of the method out.
 

@@ -71,6 +71,7 @@ class Snapshot:
     cancelled: int = 0
     preemptions: int = 0  # requests preempted for want of memory, each time
     draft_restarts: int = 0  # times that the draft's process was restarted
+    late_captures: int = 0  # CUDA graphs captured and kernels compiled in the middle of an answer
     kv_slots: tuple[KVSlots, ...] = ()
 
 
@@ -201,6 +202,7 @@ class Scheduler:
             cancelled=counts.cancelled,
             preemptions=counts.preemptions,
             draft_restarts=self.loop.executor.restarts,
+            late_captures=self.loop.executor.late_captures,
             kv_slots=self.loop.executor.kv_slots(),
         )
 

@@ -18,7 +18,7 @@ from specbranch.core.trees import Tree
 
 SAME_NAME = (
     *("target_forwards", "drafted", "rejections", "branch_points", "branch_points_reached", "branch_hits"),
-    *("rounds_overlapped", "rounds_begun", "rounds_without_draft", "draft_restarts"),
+    *("rounds_overlapped", "rounds_begun", "rounds_without_draft", "draft_restarts", "late_captures"),
     *("prompt_tokens_read", "prompt_tokens_cached", "draft_prompt_tokens_read", "draft_prompt_tokens_cached"),
 )
 AS_THEY_ARE = {  # fields that a summary has unchanged, and their names there
@@ -55,6 +55,7 @@ class Stats(Fates):
     rounds_begun: int = 0  # rounds for which the draft had worked during the verify before
     rounds_without_draft: int = 0  # target forwards during or before which the draft was lost
     draft_restarts: int = 0
+    late_captures: int = 0  # CUDA graphs captured and kernels compiled in its rounds
     prompt_tokens_read: int = 0  # prefilled by the target: all but the last token, which is a decode step
     prompt_tokens_cached: int = 0  # taken from the target's prefix cache instead
     draft_prompt_tokens_read: int = 0
@@ -259,6 +260,7 @@ class Stats(Fates):
             "rounds_begun": self.rounds_begun,
             "rounds_without_draft": self.rounds_without_draft,
             "draft_restarts": self.draft_restarts,
+            "late_captures": self.late_captures,
             "prompt_tokens_read": self.prompt_tokens_read,
             "prompt_tokens_cached": self.prompt_tokens_cached,
             "draft_prompt_tokens_read": self.draft_prompt_tokens_read,

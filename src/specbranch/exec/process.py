@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span
 from specbranch.core.request import Request
+from specbranch.core.warm_up import warming
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.child_answers import Asked, BadAnswer
 from specbranch.exec.child_speed import ChildLimits, ChildSpeed, amount_of
@@ -125,6 +126,7 @@ class Process:
         self.target = target
         self.restarts = 0
         self.now = clock
+        self._warmed = warming((target.runner,))
         self._recipe = recipe
         self._limits = limits or ChildLimits()
         self._pace = ChildSpeed()
@@ -146,6 +148,11 @@ class Process:
     def child_pid(self) -> int | None:
         """The process id of the draft worker; None while there is none."""
         return self._child.process.pid if self._child else None
+
+    @property
+    def late_captures(self) -> int:
+        """How often the target captured a CUDA graph or compiled a kernel in the middle of an answer."""
+        return sum([runner.late_captures for runner in self._warmed])
 
     @property
     def draft_state(self) -> DraftState:

@@ -18,6 +18,7 @@ from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Reports, Verdict, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Done
+from specbranch.core.warm_up import warming
 from specbranch.exec.drafter import Announce, Drafter
 from specbranch.exec.halves import Stretch, Verifying, kv_slots_of, parted, prefills_of, reports_of, run_deferred
 from specbranch.exec.verifier import Verifier
@@ -39,6 +40,7 @@ class Serial:
         self.target = target
         self.draft = draft
         self.now = clock
+        self._warmed = warming(worker.runner for worker in (target, draft) if worker is not None)
         self._without: set[int] = set()  # sessions whose draft has failed
         self._drafted_until = -inf  # when the last draft ended, on the clock
 
@@ -63,6 +65,11 @@ class Serial:
     def kv_slots(self) -> tuple[KVSlots, ...]:
         """Return the KV slots of each model that counts them."""
         return kv_slots_of(self.target, self.draft)
+
+    @property
+    def late_captures(self) -> int:
+        """How often a model captured a CUDA graph or compiled a kernel in the middle of an answer."""
+        return sum([runner.late_captures for runner in self._warmed])
 
     @property
     def draft_state(self) -> DraftState:

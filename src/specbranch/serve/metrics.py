@@ -79,6 +79,7 @@ class ServerMetrics:
         self._draft_idle = _counter("draft_idle_seconds", "Time of decoding in which the draft did nothing.")
         self._target_idle = _counter("target_idle_seconds", "Time of decoding in which the target did nothing.")
         self._restarts = _counter("draft_restarts", "Times that a draft's process was made anew.")
+        self._late = _counter("late_captures", "CUDA graphs captured and kernels compiled in the middle of an answer.")
         self._draft = _gauge("draft_state", "1 for the state that the draft is in, 0 for the others.")
         self._failed = _counter("request_failures", "Answers that ended with an error, past their deadline too.")
         self._cancelled = _counter("request_cancellations", "Answers whose client was gone, or the server stopped.")
@@ -131,6 +132,7 @@ class ServerMetrics:
         self._prompt.set(snapshot.prompt_tokens)
         self._said.set(snapshot.tokens)
         self._restarts.set(snapshot.draft_restarts)
+        self._late.set(snapshot.late_captures)
         self._failed.set(snapshot.failed)
         self._cancelled.set(snapshot.cancelled)
         for state in get_args(DraftState):

@@ -138,6 +138,7 @@ def _counted(runs: list[PromptRun]) -> dict[str, Any]:
         "acceptance_by_position": tuple(summary["acceptance_by_position"]),
         "tested_by_position": tuple(stats.tested_at),
         "branch_hit_rate": summary["branch_hit_rate"],
+        "late_captures": stats.late_captures,
         "draft_idle": _share(summary["draft_idle_seconds"], stats.decode_seconds),
         "target_idle": _share(summary["target_idle_seconds"] if stats.target_busy else None, stats.decode_seconds),
         "draft_overlapped": _share(stats.both_busy, stats.draft_busy) if clocked else None,

@@ -161,6 +161,8 @@ class _PairJob:
             running=subject.running,
             context_length=self.pair.context_length,
             texts=order.texts,
+            warm_up=order.warm_up if order.by_the_wall else "lazy",
+            max_batch=1,
         ) as recorded:
             # These load nothing until their first answer.
             outside = dict.fromkeys(TRANSFORMERS, Transformers(recorded)) | dict.fromkeys(LLAMACPP, LlamaCpp(recorded))

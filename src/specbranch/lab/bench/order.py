@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from specbranch import pairs as known
-from specbranch.config import WEIGHTS, ExecutorName
+from specbranch.config import WEIGHTS, ExecutorName, WarmUpName
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import OPTUNA
@@ -62,6 +62,7 @@ class BenchOrder:
     force_profile: bool = False
     predictor: str | None = None
     keep_experience: bool = False
+    warm_up: WarmUpName = "full"
     timeline: bool = False
     records: Path | None = None
     texts: Path | None = None  # records of another target, to replay its texts

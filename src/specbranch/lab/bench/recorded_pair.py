@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from specbranch.assembly import identity
-from specbranch.config import LoadOptions, SamplingParams
+from specbranch.config import LoadOptions, SamplingParams, WarmUpName
 from specbranch.core.runner import Runner
 from specbranch.engine import LLM
 from specbranch.errors import BadParameter, ModelError
@@ -70,12 +70,15 @@ class RecordedPair:
         context_length: int | None = None,
         texts: Path | None = None,
         max_num_batched_tokens: int | None = None,
+        warm_up: WarmUpName = "lazy",
+        max_batch: int | None = None,
     ) -> None:
         """Load the pair.
 
         `predictor` replaces the pair's own H-RAD predictor for policy "paper". Unless `keep_experience` is true,
         nothing learned earlier takes part. `title` names the pair in the results; `running` says where and how it runs.
-        `texts` is the folder of records of another target, whose texts are replayed as this target's.
+        `texts` is the folder of records of another target, whose texts are replayed as this target's. `warm_up` and
+        `max_batch` are those of `LoadOptions`; a replay needs no warm-up.
         """
         target, draft = chosen_models(pair, target, draft)
         running = running or Running()
@@ -99,6 +102,8 @@ class RecordedPair:
                         max_num_batched_tokens=max_num_batched_tokens,
                         predictor=predictor,
                         keep_experience=keep_experience,
+                        warm_up=warm_up,
+                        max_batch=max_batch,
                         prefix_cache=False,  # every run prefills its prompt, so that TTFT is comparable
                     ),
                 )

@@ -71,6 +71,7 @@ class ResultRow:
     begun_with_tree: float | None = None
     begun_of_overlapped: float | None = None
     run_between_rejections: float | None = None  # decoded tokens per round with a rejected token (the paper's M)
+    late_captures: int = 0  # CUDA graphs captured and kernels compiled in the runs that count
     devices: int = 1  # two where draft and target are on different ones
     tokens_per_second_per_device: float | None = None
 

@@ -43,7 +43,8 @@ def table_lines(rows: Sequence[ResultRow], width: int | None = None) -> list[Tex
     lines: list[Text] = []
     for key, block in groupby(sorted(rows, key=_block), key=_block):
         lines += [*_heading(key, room), *_block_lines(list(block), room), Text("")]
-    return lines + _wrapped(losslessness(rows), room)
+    notes = [losslessness(rows), *([late_note(late)] if (late := sum(row.late_captures for row in rows)) else [])]
+    return lines + [line for note in notes for line in _wrapped(note, room)]
 
 
 def losslessness(rows: Sequence[ResultRow]) -> str:
@@ -59,6 +60,14 @@ def losslessness(rows: Sequence[ResultRow]) -> str:
     left = len(rows) - len(checked)
     return f"Lossless: every run of {len(checked)} rows gave the text of autoregressive decoding." + (
         f" {left} not checked." if left else ""
+    )
+
+
+def late_note(captures: int) -> str:
+    """Say that some measured runs contain the time of captures."""
+    return (
+        f"{captures} CUDA graphs or kernels were captured or compiled in measured runs, which lengthens these. "
+        "Use --warm-up full."
     )
 
 

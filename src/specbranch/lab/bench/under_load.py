@@ -24,6 +24,7 @@ from specbranch.lab.bench.clocks import Clock
 from specbranch.lab.bench.methods import default_setting
 from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
 from specbranch.lab.bench.results import BASELINE
+from specbranch.lab.bench.table import late_note
 from specbranch.lab.replay.bound import bound, named_tokens
 from specbranch.lab.replay.record import Record
 from specbranch.lab.replay.several import Load, SeveralRecords
@@ -54,6 +55,7 @@ class LoadRow:
     bound: float | None = None  # by a profile: the most that any choice of rows could gain over plain decoding
     # by the wall clock: time between two rounds that added tokens to the same request, over all gaps of all requests
     ms_between: tuple[float, ...] = ()
+    late_captures: int = 0  # CUDA graphs captured and kernels compiled in the turns that count
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -132,6 +134,7 @@ class _Answered:
     seconds: float
     outputs: tuple[Output, ...]
     gaps: tuple[float, ...]  # seconds between two rounds that added tokens to the same request
+    late_captures: int
 
     @property
     def tokens_per_second(self) -> float:
@@ -169,12 +172,13 @@ def _answered(
     arrivals = [_Arrivals() for _ in answers]
     for answer, arrived in zip(answers, arrivals, strict=True):
         answer.session.on_round = arrived.note
-    started = time.perf_counter()
+    late, started = llm.core.late_captures, time.perf_counter()
     outputs = tuple(answer.output() for answer in llm.core.run_all(answers, count))
     seconds = time.perf_counter() - started
     for output in outputs:
         raise_failure(output)
-    return _Answered(seconds, outputs, tuple(gap for arrived in arrivals for gap in arrived.gaps()))
+    gaps = tuple(gap for arrived in arrivals for gap in arrived.gaps())
+    return _Answered(seconds, outputs, gaps, llm.core.late_captures - late)
 
 
 def _rounds(count: int, prompts: int) -> int:
@@ -205,6 +209,7 @@ def _wall_row(
         len(runs),
         sum(output.token_ids != text for output, text in zip(outputs, texts, strict=True)),
         ms_between=_percentiles([gap for run in runs for gap in run.gaps]),
+        late_captures=sum(run.late_captures for run in runs),
     )
 
 
@@ -246,6 +251,8 @@ def table(rows: Sequence[LoadRow]) -> list[str]:
             lines.append(f"{row.method:23}{figures}   {times:27}   {between:34}   {before}".rstrip())
         if differing := sum(row.differing for row in here):
             lines.append(f"{differing} texts differ from plain decoding's.")
+        if late := sum(row.late_captures for row in here):
+            lines.append(late_note(late))
     return lines[1:]
 
 

@@ -19,6 +19,7 @@ from specbranch.lab.doctor.pair import agreement, costs, kernels, models_at_hand
 from specbranch.lab.measure.loaded_pair import load_pair
 from specbranch.lab.measure.probes import QUICK
 from specbranch.lab.measure.profile_pair import measure
+from specbranch.lab.measure.step_times import StepTimes, warmed_up
 from specbranch.machine_load import LoadMeter, roughness
 from specbranch.progress import StepsDone, silent
 from specbranch.training.distill.agreement import compare
@@ -43,6 +44,7 @@ class DoctorReport:
     findings: list[Finding] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
     best: Prediction | None = None
+    steps: StepTimes = field(default_factory=dict)  # of a GPU, by model
 
     @property
     def is_well(self) -> bool:
@@ -83,6 +85,7 @@ def _pair(patient: Patient, report: DoctorReport, progress: StepsDone) -> Iterat
     pair = load_pair(patient.target, patient.draft, patient.pair, patient.executor)
     yield kernels("target", pair.verifier.runner)
     yield kernels("draft", pair.drafter.runner)
+    report.steps = warmed_up(pair)
     progress("The target answers", 1, 5)
     texts = answers(pair)
     progress("The draft reads along", 2, 5)

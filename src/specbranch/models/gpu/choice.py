@@ -15,7 +15,7 @@ from torch import Tensor
 from specbranch.core.noise import MASK, mix
 from specbranch.models.files.head_columns import Columns
 from specbranch.models.gpu.attention import begins_early, launch
-from specbranch.models.gpu.layout import BEFORE, ONE, ROOT_ROW, power_of_two
+from specbranch.models.gpu.layout import BEFORE, ONE, ROOT_ROW, power_of_four, power_of_two
 from specbranch.models.sampling.noise_rows import gumbel
 from specbranch.models.sampling.sample import entropy_bound
 
@@ -63,7 +63,10 @@ class Chooser:
         return self._kept(rows, count).copy_(torch.cat(parts, dim=-1))
 
     def choose_by_kernels(self, logits: Tensor, choosing: Tensor, counts: Tensor, count: int) -> Tensor:
-        """Sample with the Triton kernels, in two launches."""
+        """Sample with the Triton kernels, in two launches.
+
+        ROWS has the sizes of buckets: so rows that are sampled behind a graph compile no further kernel.
+        """
         from specbranch.models.gpu import choice_kernels as kernels
 
         rows, tiles, early = logits.shape[0], -(-self.width // CHOICE_TILE), begins_early(self._device)
@@ -79,7 +82,7 @@ class Chooser:
         kernels.settle[(rows,)](
             self._ids, choosing, counts, tops, columns, sums, self.picks, results, self._arrived, self.width, per,
             tiles, results.shape[1], ENTRIES=power_of_two(tiles * count), TILES=power_of_two(tiles),
-            ROWS=power_of_two(rows), **shared,
+            ROWS=power_of_four(rows), **shared,
         )  # fmt: skip
         return results
 

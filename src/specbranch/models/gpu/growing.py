@@ -110,6 +110,16 @@ class TreeGrower:
         """Let the device choose the first step of a tree whose text is computed already."""
         self.tree.grow(None if read is None else read.results, self._graphs.input, bucket)
 
+    def warm_up(self) -> None:
+        """Compile `choose`, on no tree; without a GPU there is nothing to compile."""
+        if self._transfer.device.type != "cuda":
+            return
+        before = self.tree.state.clone()
+        self.tree.clear()
+        self.choose(self.bucket())
+        self.tree.state.copy_(before)
+        self.tree.forget_reported()
+
     def steps(self, bucket: Bucket, done: Done, launch: Callable[[Bucket], None]) -> tuple[list[int], int]:
         """Launch the steps that the device chooses; returns the nodes of each, and the nodes of the tree at the end."""
         widths: list[int] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.runner import Feed
 from specbranch.core.slots import TAIL
+from specbranch.core.warm_up import ForwardSizes, StepTime, not_late
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import ChunkRows, Rows, split_into_steps
 from specbranch.models.forward.transfer import Reading
@@ -28,6 +30,7 @@ from specbranch.models.gpu.begun import Ahead, Followed, Received
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import TextRead
 from specbranch.models.gpu.kernel_step import step_of
+from specbranch.models.gpu.kinds_file import KindsFile
 from specbranch.models.gpu.layout import (
     CHUNK_STEP_ROWS,
     GROUP_ROWS,
@@ -41,8 +44,16 @@ from specbranch.models.gpu.layout import (
     power_of_four,
 )
 from specbranch.models.gpu.own_stream import OnStream, own_stream
-from specbranch.models.gpu.step import Graphs, Ran
+from specbranch.models.gpu.step import GpuStep, Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
+from specbranch.models.gpu.warm_up import (
+    KERNEL_WATCH,
+    ForwardTable,
+    kinds_in_order,
+    limits_of,
+    run_outside_graphs,
+    step_times,
+)
 from specbranch.models.runners.native import NativeRunner
 from specbranch.models.runners.pending_prefill import PendingChunk
 from specbranch.models.runners.torch_runner import PREFILL_CHUNKS, ProbeNetwork
@@ -62,8 +73,11 @@ class StepLauncher(NativeRunner):
         self.transfer.stream = self._stream
         self._most_pages = -(-(context_length + tail) // PAGE)
         with self._in_turn():  # weights and pages were made on the caller's stream
-            self._graphs = Graphs(step_of(decoder, self.memory), self._most_pages)
+            self._graphs = self._make_graphs(step_of(decoder, self.memory))
             self._graphs.choose_with(self._chooser())
+        KERNEL_WATCH.count_for(self._graphs)
+        self._kinds: dict[ForwardSizes, KindsFile] = {}  # of the sizes that it is warmed up for
+        self._times = ForwardTable(self._graphs)
         # Where a step takes rows of prompts, a prompt may be cut anywhere.
         self.prefill_chunk = 1 if self._graphs.step.takes_chunks else PREFILL_CHUNKS["cuda"]
         self._tile_rows = chunk_tile_rows(self.architecture.heads // self.architecture.kv_heads)
@@ -87,6 +101,42 @@ class StepLauncher(NativeRunner):
     def padded(self, rows: int) -> int:
         """Return the padded number of rows of a step."""
         return max(power_of_four(rows), self._graphs.step.least.rows)
+
+    @property
+    def late_captures(self) -> int:
+        """How many graphs were captured, or kernels compiled, when a step needed them."""
+        return self._graphs.late
+
+    @late_captures.setter
+    def late_captures(self, count: int) -> None:
+        self._graphs.late = count
+
+    def warm_up(self, sizes: ForwardSizes) -> None:
+        """Capture and time the kinds of steps that forwards of these sizes can have; on a CPU there are none."""
+        if not self._graphs.captures or sizes in self._kinds:
+            return
+        layers = self._probe[0] if sizes.hidden and self._probe is not None else 0
+        file = KindsFile(self._kinds_key(sizes.method))
+        with not_late([self]), self._graphs.warming_up():
+            with self._in_turn():
+                self._warm_up_kernels()
+                kinds = kinds_in_order(sizes, limits_of(self._graphs), layers, file.read())
+                self._graphs.capture(kinds)
+            run_outside_graphs(self)
+        self._kinds[sizes], self._times = file, ForwardTable(self._graphs)
+
+    def step_times(self) -> list[StepTime]:
+        """Return the times of all kinds of steps that a warm-up has captured, the smallest first."""
+        return step_times(self._graphs)
+
+    def forward_seconds(self, rows: int) -> float | None:
+        """Return the seconds of a forward of this many rows without context; None: it was not timed."""
+        return self._times.seconds(rows)
+
+    def save_kinds(self) -> None:
+        """Save which kinds of steps were run, so that the next process captures them first."""
+        for file in self._kinds.values():
+            file.add(self._graphs.met)
 
     def limit(self, vocabulary: int) -> None:
         """Never sample a token with this id or a higher one, as the other model does not know it."""
@@ -270,6 +320,20 @@ class StepLauncher(NativeRunner):
     def _is_one_step(self, rows: list[Rows]) -> bool:
         count = sum([len(part.tokens) for part in rows])
         return 0 < count <= GROUP_ROWS or GROUP_ROWS < count <= self._most_rows(rows)
+
+    def _make_graphs(self, step: GpuStep) -> Graphs:
+        return Graphs(step, self._most_pages)
+
+    def _kinds_key(self, method: str) -> dict[str, Any]:
+        """Return the key of the file of kinds: what decides which steps a model has, and how they are compiled."""
+        cuda = self.device.type == "cuda"
+        device = torch.cuda.get_device_name(self.device) if cuda else self.device.type
+        shape = {name: value for name, value in asdict(self.architecture).items() if isinstance(value, int | float)}
+        made = {"dtype": str(self.dtype), "weights": self.weights, "pages": self._most_pages}
+        return {"device": device, "shape": shape, "method": method, **made}
+
+    def _warm_up_kernels(self) -> None:
+        """Compile kernels that run outside graphs; subclasses have some."""
 
     def _chooser(self) -> Chooser:
         columns = self.decoder.columns

@@ -71,17 +71,28 @@ class DeviceReceiver:
         array[AT["pages"] :] = table.pages
         return array
 
-    def send(self, tree: DeviceTree, text: Expected, table: Table, moves: np.ndarray, bucket: Bucket) -> None:
-        """Choose what of a tree is sent, and write the step that verifies it."""
+    def send(self, tree: DeviceTree, text: Expected, table: Table, moves: np.ndarray, bucket: Bucket) -> bool:
+        """Choose what of a tree is sent, and write the step that verifies it.
+
+        Returns True if the launch had to be captured first.
+        """
         if self.read.device.type != "cuda":
             self._plainly(tree, text, table, moves, bucket)
-            return
+            return False
         kind = tree.state.data_ptr(), tree.first, bucket
         if kind in self._sends:
             self._sends[kind].replay()
+            return False
+        self.capture(tree, bucket)
+        return self._captures
+
+    def capture(self, tree: DeviceTree, bucket: Bucket) -> None:
+        """Run the kernel that sends a tree's step to a bucket, and capture it."""
+        if self.read.device.type != "cuda":
             return
         self._by_kernel(tree, bucket)
         if self._captures:
+            kind = tree.state.data_ptr(), tree.first, bucket
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(torch.cuda.Stream(self.read.device)):  # type: ignore[no-untyped-call]
                 graph.capture_begin(capture_error_mode="thread_local")

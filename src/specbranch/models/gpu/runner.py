@@ -41,6 +41,7 @@ from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, Tr
 from specbranch.models.gpu.stream_clock import DeviceMoment
 from specbranch.models.gpu.tree_layout import ENTRIES, TREE_MOVES
 from specbranch.models.gpu.trees import DeviceTree
+from specbranch.models.gpu.warm_up import limits_of, received_buckets
 from specbranch.models.sampling import sample, verdict
 from specbranch.models.sampling.logit_rows import TensorRow
 from specbranch.models.sampling.sampler import proposed
@@ -275,7 +276,7 @@ class GpuRunner(StepLauncher):
         transfer.mark(around).wait(self._stream)
         with self._here():
             begun = self._moment()
-            self._receiver.send(tree, text, sequence.table, moves, bucket)
+            self._graphs.late += self._receiver.send(tree, text, sequence.table, moves, bucket)
             transfer.mark(self._stream).wait(around)  # before another tree is written there
             with self._moving():
                 ran = self._graphs.run_brought(bucket, 0, 1)
@@ -435,6 +436,17 @@ class GpuRunner(StepLauncher):
             return None
         seen = torch.stack([torch.zeros_like(like) if state is None else state for state in states])
         return self._probe[1](torch.cat((seen, self.decoder.embedding[tokens]), dim=-1))
+
+    def warm_up_receiver(self, draft: object) -> None:
+        """Get ready for trees of a draft on the same device, which this model verifies where they have grown."""
+        if isinstance(draft, GpuRunner) and draft.device == self.device:
+            with self._in_turn():
+                for bucket in received_buckets(limits_of(self._graphs)):
+                    self._receiver.capture(draft._grower.tree, bucket)
+
+    def _warm_up_kernels(self) -> None:
+        """Compile the kernel that chooses a tree's first step: it runs outside graphs."""
+        self._grower.warm_up()
 
     def _close(self, seq: int) -> None:
         self._chains.forget()

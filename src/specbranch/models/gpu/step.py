@@ -11,7 +11,10 @@ import logging
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 import torch
@@ -27,6 +30,7 @@ from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.layout import (
     MOST_STEP_ROWS,
     SMALLEST_BUCKET,
+    USED_COUNT,
     Bucket,
     Views,
     alone_bucket,
@@ -41,7 +45,8 @@ log = logging.getLogger("specbranch")
 
 GRAPHS_VARIABLE = "SPECBRANCH_GRAPHS"  # 0: run steps without graphs
 WARM_UPS = 2  # runs before a capture, in which kernels are compiled and cuBLAS chooses its algorithms
-MOST_GRAPHS = 64
+MOST_GRAPHS = 64  # beside those that a warm-up captured
+TIMED_REPLAYS = 3  # runs of a captured step in a warm-up; their median counts
 PINNED_ROWS = 16
 # bucket, number of layers whose hidden states are returned, number of best entries, True if a tree grows by them
 StepKind = tuple[Bucket, int, int, bool]
@@ -111,10 +116,31 @@ class Ran:
     results: Tensor | None  # sampled tokens and more, see `choice.Chooser`
 
 
-class Graphs:
-    """The CUDA graphs of one model's steps, captured when a kind of step first occurs.
+class Captured:
+    """A captured step: its CUDA graph, and the tensors that hold its results after each run."""
 
-    See `StepKind`. The least recently used graphs are dropped. Without graphs the same forward runs directly.
+    __slots__ = ("graph", "met", "ran")
+
+    def __init__(self, graph: torch.cuda.CUDAGraph | None, ran: Ran) -> None:
+        self.graph, self.ran = graph, ran
+        self.met = False  # True once it ran for an order
+
+    def run(self) -> Ran:
+        """Launch the step."""
+        assert self.graph is not None
+        self.graph.replay()
+        return self.ran
+
+    def less(self, layers: int, count: int) -> Captured:
+        """Return the same graph for orders that need fewer of its results."""
+        ran = self.ran
+        return Captured(self.graph, Ran(ran.logits, ran.states if layers else None, ran.results if count else None))
+
+
+class Graphs:
+    """The CUDA graphs of one model's steps, captured by a warm-up or when a kind of step first occurs.
+
+    See `StepKind`. Of the latter the least recently used are dropped. Without graphs the same forward runs directly.
     """
 
     def __init__(
@@ -130,8 +156,14 @@ class Graphs:
         self.input = torch.zeros(largest_size(most_pages), dtype=torch.int32, device=self._device)
         self.chooser = chooser
         self.tree: DeviceTree | None = None
+        self.late = 0  # kinds captured when they were met, and kernels compiled outside a capture
+        self.capturing = False
+        self.notes_met = True  # False while a warm-up runs steps
+        self.warm_up_bytes = 0  # of the device, taken by graphs that a warm-up captured
+        self.seconds: dict[StepKind, float] = {}  # of a step of padding, for each kind of a warm-up
         self._outs: dict[int, Tensor] = {}  # by number of layers with hidden states; 0: logits
-        self._graphs: OrderedDict[StepKind, tuple[torch.cuda.CUDAGraph, Ran]] = OrderedDict()
+        self._warmed: dict[StepKind, Captured] = {}  # these stay
+        self._graphs: OrderedDict[StepKind, Captured] = OrderedDict()
         if self.captures:
             self._pool = torch.cuda.graph_pool_handle()
             # A stream for captures only: graphs captured on one stream share cuBLAS' workspace.
@@ -142,10 +174,48 @@ class Graphs:
         """The forward that is captured."""
         return self._step
 
+    @property
+    def met(self) -> list[StepKind]:
+        """The kinds of steps that orders needed."""
+        return [kind for kind, one in (*self._warmed.items(), *self._graphs.items()) if one.met]
+
     def choose_with(self, chooser: Chooser) -> None:
         """Sample with another chooser from now on; drops all graphs."""
-        self._graphs.clear()
+        for kept in (self._graphs, self._warmed, self.seconds):
+            kept.clear()
         self.chooser = chooser
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Within this context steps are not noted as met."""
+        self.notes_met = False
+        try:
+            yield
+        finally:
+            self.notes_met = True
+
+    @torch.inference_mode()
+    def capture(self, kinds: Iterable[StepKind]) -> int:
+        """Capture and time kinds of steps before they are met; returns how many of them are ready.
+
+        If the memory does not suffice, it captures no more, and gives up the last one so that some memory is left.
+        """
+        wanted = list(dict.fromkeys(kinds)) if self.captures else []
+        start, free = time.perf_counter(), self._free_bytes()
+        for number, kind in enumerate(wanted):
+            log.info("capturing CUDA graphs", extra={"done": number, "of": len(wanted)})
+            if kind in self._warmed:
+                continue
+            try:
+                self._warm_up(kind)
+            except torch.OutOfMemoryError:
+                self._give_up(wanted[max(number - 1, 0) :])
+                break
+        ready = sum(kind in self._warmed for kind in wanted)
+        self.warm_up_bytes += free - self._free_bytes()
+        seconds, megabytes = time.perf_counter() - start, self.warm_up_bytes / 1e6
+        log.info("%d CUDA graphs are ready after %.1f s; they take %.0f MB.", ready, seconds, megabytes)
+        return ready
 
     def run(self, packed: np.ndarray | Tensor, bucket: Bucket) -> Tensor:
         """Copy a packed step up, run it, and return its logits."""
@@ -162,16 +232,68 @@ class Graphs:
         if not self.captures:
             with torch.inference_mode():
                 return self._forward(*kind)
-        if kind not in self._graphs:
-            with torch.inference_mode():
-                self._graphs[kind] = self._captured(kind)
-            if len(self._graphs) > MOST_GRAPHS:
-                torch.cuda.synchronize(self._device)
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(kind)
-        graph, ran = self._graphs[kind]
-        graph.replay()
-        return ran
+        found = self._warmed.get(kind) or self._found(kind)
+        found.met |= self.notes_met
+        return found.run()
+
+    def _found(self, kind: StepKind) -> Captured:
+        """Return the graph of a kind that no warm-up has captured; it is captured now if there is none."""
+        if kind in self._graphs:
+            self._graphs.move_to_end(kind)
+            return self._graphs[kind]
+        larger = next((one for one in self._warmed if serves(one, kind)), None)
+        if larger is not None:
+            self._warmed[kind] = self._warmed[larger].less(*kind[1:3])
+            return self._warmed[kind]
+        self.late += 1
+        log.info("Capturing a step of %s in the middle of an answer.", described(kind))
+        made = self._graphs[kind] = self._captured(kind)
+        if len(self._graphs) > MOST_GRAPHS:
+            self._synchronize()
+            self._graphs.popitem(last=False)
+        return made
+
+    def _warm_up(self, kind: StepKind) -> None:
+        made = self._graphs.pop(kind, None) or self._captured(kind)
+        self.seconds[kind] = self._timed(kind, made)
+        self._warmed[kind] = made
+
+    def _give_up(self, kinds: Sequence[StepKind]) -> None:
+        """Drop graphs for want of memory, and say so."""
+        self._synchronize()
+        for kind in kinds:
+            self._warmed.pop(kind, None)
+            self.seconds.pop(kind, None)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        log.warning(
+            "The GPU's memory does not hold all CUDA graphs of the warm-up: %d kinds of steps are captured when they "
+            "first occur, which delays that answer. Lower max_batch, cache_tokens or context_length.",
+            len(kinds),
+        )
+
+    def _free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0]) if self._device.type == "cuda" else 0
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _timed(self, kind: StepKind, captured: Captured) -> float:
+        """Return the seconds of a captured step without context: the median of a few runs."""
+        times: list[float] = []
+        for _ in range(TIMED_REPLAYS):
+            with self._on_padding(kind):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                step = views(self.input, kind[0], self._most_pages)
+                if step.counts is not None:
+                    step.counts[USED_COUNT] = kind[0].total  # otherwise rows of prompts would be left out
+                begin.record()
+                captured.run()
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / 1000)
+        return median(times)
 
     def bring(self, packed: np.ndarray | Tensor) -> None:
         """Copy a packed step to `input`, asynchronously."""
@@ -191,34 +313,38 @@ class Graphs:
             self.tree.grow(results, self.input, growing_bucket(self._step.least))
         return Ran(logits, states, results)
 
-    def _captured(self, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, Ran]:
-        """Capture a kind of step, on a step of padding alone: moves and tree growth must not happen twice."""
-        size = f"{kind[0].rows} rows in {kind[0].groups} groups and {kind[0].chunk} rows of prompts"
-        log.info("Capturing a step of %s.", size)
+    @torch.inference_mode()
+    def _captured(self, kind: StepKind) -> Captured:
+        """Capture a kind of step."""
+        start, self.capturing = time.perf_counter(), True
+        try:
+            with self._on_padding(kind):
+                ran, graph = self._warmed_up(kind), torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    again = self._forward(*kind)
+                    for lasting, made in ((ran.logits, again.logits), (ran.states, again.states)):
+                        if lasting is not None and made is not None and lasting.data_ptr() != made.data_ptr():
+                            lasting.copy_(made)
+        finally:
+            self.capturing = False
+        log.debug("Captured a step of %s in %.2f s.", described(kind), time.perf_counter() - start)
+        return Captured(graph, ran)
+
+    @contextmanager
+    def _on_padding(self, kind: StepKind) -> Iterator[None]:
+        """Within this context `input` is a step of padding alone: moves and tree growth must not happen twice."""
         changed = [self.input, self._step.picks, *([self.tree.state] if self.tree is not None else [])]
-        start, before = time.perf_counter(), [tensor.clone() for tensor in changed]
+        before = [tensor.clone() for tensor in changed]
         try:
             if self.tree is not None:
                 self.tree.clear()
             self.bring(padding(kind[0], (self._step.memory.data.shape[0] - 1) * PAGE))
-            ran, graph = self._warmed_up(kind), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                again = self._forward(*kind)
-                for lasting, made in ((ran.logits, again.logits), (ran.states, again.states)):
-                    if lasting is not None and made is not None and lasting.data_ptr() != made.data_ptr():
-                        lasting.copy_(made)
+            yield
         finally:
             for tensor, saved in zip(changed, before, strict=True):
                 tensor.copy_(saved)
             if self.tree is not None:
                 self.tree.forget_reported()
-        log.info(
-            "Captured a step of %s, %d layers tapped, %d chosen, in %.2f s.",
-            size,
-            *kind[1:3],
-            time.perf_counter() - start,
-        )
-        return graph, ran
 
     def _warmed_up(self, kind: StepKind) -> Ran:
         """Run a step as it will be captured; returns the tensors that will take its results.
@@ -237,3 +363,20 @@ class Graphs:
         if key not in self._outs or len(self._outs[key]) < len(like):
             self._outs[key] = like.new_empty(like.shape)
         return self._outs[key][: len(like)]
+
+
+def serves(captured: StepKind, needed: StepKind) -> bool:
+    """True if the graph of one kind gives all results of another kind, and perhaps more."""
+    (bucket, layers, count, grows), (needed_bucket, needed_layers, needed_count, needed_grows) = captured, needed
+    same = bucket == needed_bucket and grows == needed_grows
+    return same and count >= needed_count and needed_layers in (0, layers)
+
+
+def described(kind: StepKind) -> str:
+    """Return a kind of step in words."""
+    bucket, layers, count, grows = kind
+    sizes = ", ".join(f"{size} {name}" for name, size in zip(bucket._fields, bucket, strict=True))
+    more = [f"{layers} layers' hidden states"] if layers else []
+    more += [f"{count} best"] if count > 1 else []
+    more += ["a tree grows"] if grows else []
+    return ", ".join([sizes, *more])
