@@ -29,7 +29,6 @@ from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.gpu.runner import GpuRunner
 from tiny_pair import VOCABULARY, make_pair
 
-
 SLOW_DTYPES = [pytest.param(name, marks=pytest.mark.slow) for name in ("float64", "graphs")]
 
 
