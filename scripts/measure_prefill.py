@@ -9,6 +9,7 @@ SmolLM2 in the shapes of 1B and 8B unless another is named. Prints a table last,
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 import time
@@ -127,7 +128,7 @@ def _measures(
     chosen = [case for case in (*ON_PAIR, ARRIVAL) if case in given.cases]
     if not chosen:
         return
-    recorded = opened.enter_context(_loaded(subject, folder))
+    recorded = opened.enter_context(_loaded(subject, folder, sizes))
     for case in chosen:
         if case in ON_PAIR:
             yield case, partial(ON_PAIR[case], recorded, sizes)
@@ -136,7 +137,10 @@ def _measures(
         yield ARRIVAL, partial(arriving_figures, recorded.llm, sizes)
 
 
-def _loaded(subject: Subject, folder: str) -> RecordedPair:
+def _loaded(subject: Subject, folder: str, sizes: Sizes) -> RecordedPair:
+    """Load the pair with a full warm-up for the batch size of the cases, if this engine has one."""
+    wanted = {"warm_up": "full", "max_batch": sizes.at_once}
+    known = inspect.signature(RecordedPair).parameters
     return RecordedPair(
         target=subject.target,
         draft=subject.draft,
@@ -144,6 +148,7 @@ def _loaded(subject: Subject, folder: str) -> RecordedPair:
         folder=Path(folder) / "records",
         running=subject.running,
         context_length=min(trained_context(subject.target), LONG_CONTEXT),
+        **{name: value for name, value in wanted.items() if name in known},
     )
 
 
