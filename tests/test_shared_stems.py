@@ -55,7 +55,17 @@ def load(pair: tuple[str, str], dtype: str | None, **options: Any) -> LLM:
     return LLM(*pair, device="cpu", dtype=dtype, options=given)
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "dtype"),
+    [
+        (16, "compiled"),
+        (16, "graphs"),
+        pytest.param(300, "compiled", marks=pytest.mark.slow),
+        pytest.param(100, "graphs", marks=pytest.mark.slow),
+        pytest.param(100, "float64", marks=pytest.mark.slow),
+    ],
+    indirect=["dtype"],
+)
 def test_prompts_that_begin_alike_say_what_each_says_alone(
     count: int, stems_pair: tuple[str, str], dtype: str | None
 ) -> None:

@@ -53,6 +53,17 @@ def test_a_prompt_read_in_any_way_fills_the_cache_alike(kind: str, shape: str, c
     assert runner.pool.free == runner.pool.pages
 
 
+@pytest.mark.parametrize("chunk", [pytest.param(17, marks=pytest.mark.slow), 256])
+def test_where_every_cut_is_allowed_a_prompt_has_the_same_bits_in_any_way(chunk: int) -> None:
+    """As on a GPU by our kernels; here each token is a chunk of its own."""
+    runner = make("graphs", "llama")
+    runner.prefill_chunk = 1
+    expected, others = read_alone(runner, CHUNKS[-1]), read_others_alone(runner)
+    for found in (read_alone(runner, chunk), among := read_among_others(runner, chunk)):
+        compare(found, expected, exact=True)
+    compare(among, others, exact=True)
+
+
 def test_a_wrong_position_would_be_noticed() -> None:
     runner = make("graphs", "llama")
     expected = read_alone(runner, 256)
