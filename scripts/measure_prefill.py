@@ -114,11 +114,12 @@ def _measures(
     given: argparse.Namespace, sizes: Sizes, subject: Subject, folder: str, opened: ExitStack
 ) -> Iterator[tuple[str, Measure]]:
     """Yield the chosen cases: fresh processes first, while this one holds nothing of the GPU; the loaded pair last."""
+    method = FRESH_METHODS[-1] if subject.draft is not None else FRESH_METHODS[0]
     order = FreshOrder(
-        target=subject.target, draft=subject.draft, device=given.device, method="specbranch", tokens=sizes.tokens
+        target=subject.target, draft=subject.draft, device=given.device, method=method, tokens=sizes.tokens
     )
     for method, case in zip(FRESH_METHODS, FRESH, strict=True):
-        if case in given.cases:
+        if case in given.cases and (subject.draft is not None or method == FRESH_METHODS[0]):
             yield case, partial(fresh_figures, replace(order, method=method), sizes, folder)
     if "warm-up" in given.cases:
         small = replace(order, target=subject.source[0], draft=subject.source[1])

@@ -47,7 +47,7 @@ def test_short_prompts_and_an_arrival_are_measured_on_a_tiny_pair(
     by_case = {case: [one for one in found["figures"] if one["case"] == case] for case in ("prompts", "arrival")}
     assert [one["unit"] for one in by_case["prompts"]] == ["ms"] * 4
     assert [one["bar"] for one in by_case["prompts"]] == [130.0, 8.0, None, None]
-    assert all(one["value"] > 0 for one in by_case["prompts"] + by_case["arrival"][:2])
+    assert all(one["value"] > 0 for one in by_case["prompts"] + by_case["arrival"][:6])
     assert found["arguments"]["cases"] == ["prompts", "arrival"] and found["commit"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["case", "figure", "measured", "bar", "ok"] and "bars are missed" in lines[-1]
@@ -65,6 +65,16 @@ def test_every_case_runs_on_a_tiny_pair(
     judged = [one for one in found if one["ok"] is not None]
     assert {one["case"] for one in judged} >= {"prompts", "transformers", "load", "arrival", *script.FRESH}
     assert all(one["value"] == 0 for one in found if one["unit"] == "texts")
+
+
+def test_a_target_alone_is_measured_with_plain_decoding(
+    script: ModuleType, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "found.json"
+    alone = ["--device", "cpu", "--small", "--target", pair[0], "--target-shape", "own", "--out", str(out)]
+    assert run(script, monkeypatch, "fresh-tree", "prompts", "load", *alone) == 0
+    found = [one["what"] for one in json.loads(out.read_text())["figures"]]
+    assert any("autoregressive" in what for what in found) and not any("specbranch" in what for what in found)
 
 
 def test_a_case_that_fails_is_named_and_the_next_one_runs(

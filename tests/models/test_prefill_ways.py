@@ -53,7 +53,8 @@ def test_a_prompt_read_in_any_way_fills_the_cache_alike(kind: str, shape: str, c
     assert runner.pool.free == runner.pool.pages
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(17, marks=pytest.mark.slow), 256])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [17, 256])
 def test_where_every_cut_is_allowed_a_prompt_has_the_same_bits_in_any_way(chunk: int) -> None:
     """As on a GPU by our kernels; here each token is a chunk of its own."""
     runner = make("graphs", "llama")
