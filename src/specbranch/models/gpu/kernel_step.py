@@ -290,8 +290,9 @@ class KernelStep(GpuStep):
             NORMS=self._norms["down"], **product.how(rows, self._early, step.tiles is not None),
         )  # fmt: skip
         queries = self._queries[:rows].view(rows, arch.heads, arch.head_dim)
-        self.attend(queries, keys, values, step, self._attended, count < rows)
-        return self._attended
+        attended: Tensor = self._attended
+        self.attend(queries, keys, values, step, attended, count < rows)
+        return attended
 
     def _add(self, name: str, product: Product, x: Tensor, norm: Tensor, step: Views, rows: int) -> None:
         of_x, weight = product.operands(x, product.tiles(rows))

@@ -79,7 +79,9 @@ class StepLauncher(NativeRunner):
         self._kinds: dict[ForwardSizes, KindsFile] = {}  # of the sizes that it is warmed up for
         self._times = ForwardTable(self._graphs)
         # Where a step takes rows of prompts, a prompt may be cut anywhere.
-        self.prefill_chunk = 1 if self._graphs.step.takes_chunks else PREFILL_CHUNKS["cuda"]
+        takes_chunks = self._graphs.step.takes_chunks
+        self.prefill_chunk = 1 if takes_chunks else PREFILL_CHUNKS["cuda"]
+        self.most_prefill = MOST_TOTAL_ROWS - CHUNK_STEP_ROWS[1] if takes_chunks else None
         self._tile_rows = chunk_tile_rows(self.architecture.heads // self.architecture.kv_heads)
         # pending moves: sequence, KV slots of the pool, and the lowest slot of the sequence that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
@@ -92,11 +94,6 @@ class StepLauncher(NativeRunner):
     def note(self) -> Callable[[], DeviceMoment] | None:
         """A function that notes when the device has done all work given to it so far; None on a CPU."""
         return None if self._clock is None else self._clock.note
-
-    @property
-    def most_prefill(self) -> int | None:
-        """How many prompt tokens one forward takes; None: a prompt takes several forwards anyway."""
-        return MOST_TOTAL_ROWS - CHUNK_STEP_ROWS[0] if self._graphs.step.takes_chunks else None
 
     def padded(self, rows: int) -> int:
         """Return the padded number of rows of a step."""

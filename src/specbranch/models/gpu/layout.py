@@ -208,7 +208,8 @@ def pack(
     work = [part for part in work if part.tokens]
     bucket = bucket_of(work, least, sum([len(chunk.tokens) for chunk in chunks]))
     fixed = packed_size(bucket)
-    tables = [part.table.pages[: -(-(part.start + len(part.tokens)) // PAGE)] for part in (*work, *chunks)]
+    parts: list[Rows | ChunkRows] = [*work, *chunks]
+    tables = [part.table.pages[: -(-(part.start + len(part.tokens)) // PAGE)] for part in parts]
     ends = list(accumulate([len(pages) for pages in tables], initial=fixed))
     packed = np.empty(ends[-1], dtype=np.int32)
     packed[:fixed] = _blank(bucket, spare)
