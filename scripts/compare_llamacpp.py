@@ -201,6 +201,7 @@ class Ours:
         runner.open(-1, self._greedy())
         start = time.perf_counter()
         runner.extend(-1, prompt)
+        runner.flush()
         seconds = time.perf_counter() - start
         runner.close(-1)
         return {"ms": 1000 * seconds / len(prompt)}
@@ -213,6 +214,7 @@ class Ours:
         runner, found = self.llm.target_runner, {}
         runner.open(-1, self._greedy())
         runner.extend(-1, prompt)
+        runner.flush()
         for rows in ROWS:
             times = []
             for _ in range(STEPS):

@@ -145,6 +145,7 @@ def rows_in_a_step(llm: Any, prompt: list[int]) -> dict[int, float]:
     runner = llm.target_runner
     runner.open(-1, GREEDY)
     runner.extend(-1, prompt)
+    runner.flush()
     times: dict[int, list[float]] = {rows: [] for rows in (1, 2, 4, 8, 16)}
     for _ in range(15):
         for rows, found in times.items():

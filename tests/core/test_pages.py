@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from specbranch.core.pages import BROKEN, Content, PageTable, Pool, PrefilledPrompt, check_shared, chunks
@@ -60,6 +62,27 @@ def test_the_pages_of_an_incomplete_chunk_serve_no_longer_prompt() -> None:
     assert known(pool, list(range(40)), chunk=16) == 16
     assert known(pool, list(range(28)), chunk=16) == 16
     assert known(pool, list(range(30)), chunk=16) == 30
+
+
+@pytest.mark.parametrize("chunk", [1, 3, SIZE, 2 * SIZE, 5])
+@pytest.mark.parametrize("ends", [(19,), (8, 19), (1, 2, 19), (16, 19)])
+def test_chunks_that_are_noted_at_once_are_known_like_chunks_noted_one_by_one(
+    ends: tuple[int, ...], chunk: int
+) -> None:
+    text, pools = list(range(19)), [Pool(12, SIZE) for _ in range(2)]
+    for pool, at_once in zip(pools, (True, False), strict=True):
+        prompt = PrefilledPrompt(PageTable(pool))
+        prompt.table.reach(len(text))
+        for start, stop in pairwise((0, *ends)):
+            parts = [(start, stop)] if at_once else chunks(range(start, stop), chunk)
+            for part in parts:
+                prompt.note(text, *part, chunk)
+        prompt.check()
+        gone(prompt)
+    for asked in (text, text[:8], text[:12], text[:18], [*text, 7]):
+        found = [known(pool, asked, chunk) for pool in pools]
+        assert found[0] == found[1]
+    assert (known(pools[0], text, chunk) == 19) == all(end % chunk == 0 for end in ends[:-1])
 
 
 def test_what_is_prefilled_from_the_middle_of_a_chunk_on_is_not_cached() -> None:

@@ -174,9 +174,11 @@ def test_a_batch_in_which_one_sequence_is_full_changes_none(runner: NativeRunner
 def test_a_failed_extend_leaves_the_prefix_as_it_was(runner: NativeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     runner.open(0, GREEDY)
     runner.extend(0, [1, 2, 3])
+    runner.flush()
     monkeypatch.setattr(runner.decoder, "store", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         runner.extend(0, [4, 5])
+        runner.flush()
     assert runner.slots(0).prefix == [1, 2, 3]
 
 

@@ -189,6 +189,7 @@ def poison(runner: NativeRunner, seq: int) -> Feed:
     """A sequence in whose cache there is nothing but NaN, and a row of it."""
     runner.open(seq, GREEDY)
     runner.extend(seq, some_tokens(5))
+    runner.flush()
     runner.memory.data[runner._sequences[seq].table.pages] = float("nan")
     return Feed(seq, (1,), (ROOT,))
 
@@ -261,15 +262,17 @@ def test_rows_are_dealt_out_in_order(folders: dict[str, Path]) -> None:
     assert [len(step) for step in split_into_steps(work[:3], 5)] == [2] and not list(split_into_steps([], 4))
 
 
-def test_a_prompt_is_prefilled_by_the_compiled_step_chunk_by_chunk(
+def test_prompts_are_prefilled_by_the_compiled_step_chunk_by_chunk_as_many_as_fit(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, read = RUNNERS["float32"](folders["llama"]), []
-    monkeypatch.setattr(FusedStep, "store", lambda _, work: read.append(len(work[0].tokens)))
+    runner, read = RUNNERS["float32"](folders["llama"]), list[list[int]]()
+    monkeypatch.setattr(FusedStep, "store", lambda _, work: read.append([len(rows.tokens) for rows in work]))
     for seq, tokens in enumerate((COMPILED_CHUNK - 1, COMPILED_CHUNK, COMPILED_CHUNK + 1, 3 * COMPILED_CHUNK)):
         runner.open(seq, GREEDY)
         runner.extend(seq, some_tokens(tokens))
-    assert read == [COMPILED_CHUNK - 1, COMPILED_CHUNK, COMPILED_CHUNK, 1, *[COMPILED_CHUNK] * 3]
+    runner.flush()
+    chunk = COMPILED_CHUNK
+    assert read == [[chunk - 1, chunk, chunk, 1, chunk], [chunk, chunk]] and sum(read[0]) == STEP_ROWS
 
 
 def test_stale_values_behind_the_sequence_change_nothing(folders: dict[str, Path]) -> None:

@@ -15,6 +15,7 @@ from specbranch.core.orders import Context, Prefill
 from specbranch.core.request import Request
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
+from specbranch.errors import SpecBranchError
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
 from specbranch.models.cpu.kernels import load_kernel
@@ -125,3 +126,35 @@ def test_smollm2_gives_each_the_text_it_gives_alone(default_model: Path) -> None
     outputs, stats = asyncio.run(together())
     assert [one.token_ids for one in outputs] == [one.token_ids for one in alone]
     assert all(one.free == one.total for one in stats.kv_slots)
+
+
+@pytest.mark.parametrize("linear", ["llvm", "torch"])
+def test_texts_depend_neither_on_the_budget_of_prompt_tokens_nor_on_packing(
+    linear: str, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if linear == "llvm" and load_kernel() is None:
+        pytest.skip("no compiled kernels on this machine")
+    monkeypatch.setenv("SPECBRANCH_LINEAR", linear)
+    asked = [*prompts(6, 12), *prompts(3, 150, seed=1)]
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=12, ignore_eos=True)
+    texts = []
+    for most, at_once in ((None, 1), (None, 9), (1, 9), (40, 9), (1000, 4)):
+        options = {"context_length": 400, "max_num_batched_tokens": most, "max_batch": at_once, "prefix_cache": False}
+        with LLM(*pair, method="speculative", device="cpu", options=options) as llm:
+            texts.append([one.token_ids for one in llm.generate(asked, params)])
+            assert isinstance(llm.target_runner, NativeRunner)
+            llm.target_runner.check()
+    assert all(found == texts[0] for found in texts[1:])
+
+
+def test_a_prompt_longer_than_the_context_is_refused_and_the_others_are_answered(pair: tuple[str, str]) -> None:
+    async def together() -> list[Any]:
+        options = {"context_length": 64, "max_num_batched_tokens": 8}
+        async with AsyncLLM(LLM(*pair, device="cpu", options=options)) as engine:
+            params = SamplingParams(max_tokens=6, ignore_eos=True)
+            asked = [engine.generate([5] * length, params) for length in (3, 80, 50)]
+            return list(await asyncio.gather(*asked, return_exceptions=True))
+
+    short, long, other = asyncio.run(together())
+    assert isinstance(long, SpecBranchError) and "80 tokens" in str(long)
+    assert len(short.token_ids) == len(other.token_ids) == 6

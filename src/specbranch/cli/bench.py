@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from specbranch.cli.bench_regret import regret
-from specbranch.cli.options import TABLES
+from specbranch.cli.options import BATCHED_TOKENS_OPTION, TABLES
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.clock.shipped import shipped_profiles
 from specbranch.config import ExecutorName, WarmUpName, check_warm_up
@@ -285,6 +285,7 @@ def run(**given: Any) -> None:
 @_models("--device", metavar="DEVICE", help="Device of the target: cpu, cuda, cuda:1 … [a GPU if there is one].")
 @_models("--weights", **WEIGHTS_OPTION)
 @_models("--cache-dtype", **CACHE_OPTION)
+@_models("--max-num-batched-tokens", **BATCHED_TOKENS_OPTION)
 @_models("--executor", metavar="NAME", help=f"How draft and target run: {', '.join(get_args(ExecutorName))} [serial].")
 @_how(
     "--clock",
@@ -361,6 +362,7 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
             running=running,
             warm_up=warm_up,
             max_batch=max(counts),
+            max_num_batched_tokens=given["max_num_batched_tokens"],
         ) as recorded:
             if given["clock"]:
                 return run_load(recorded, suites, workload, methods, clocks, counts, progress)

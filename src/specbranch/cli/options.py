@@ -114,6 +114,12 @@ DRAFT = (
         "[stored (on a GPU: int8) if the draft's file is in int8, else --dtype].",
     ),
 )
+BATCHED_TOKENS_OPTION: dict[str, Any] = {
+    "type": int,
+    "metavar": "N",
+    "help": "Maximum number of tokens in a forward of the target, decode rows and prompt tokens together. Decode rows "
+    "always run, and a prompt advances by at least one chunk [as many prompt tokens as measured costs allow].",
+}
 SPECULATION = (
     # of the target, but for commands that load an LLM: those that measure a model have it on one device
     _model(
@@ -122,6 +128,7 @@ SPECULATION = (
         help="auto spreads the target's layers over all GPUs of this machine, for a target that does not "
         "fit into one. It needs the transformers runner [one device].",
     ),
+    _model("--max-num-batched-tokens", **BATCHED_TOKENS_OPTION),
     _model(
         "--no-prefix-cache",
         "prefix_cache",

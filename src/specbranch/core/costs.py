@@ -156,6 +156,11 @@ class LearnedCosts:
         """
         return seconds_at(self._points("target"), self._size("target", tokens), SLOPE)
 
+    def covers(self, rows: int) -> bool:
+        """True if target forwards of this size, or of smaller and larger ones, have been timed."""
+        sizes = self.times["target"]
+        return bool(sizes) and min(sizes) <= self._size("target", rows) <= max(sizes)
+
     def draft_seconds(self, width: int, context: float | None = None) -> float:
         """Return the seconds of one draft forward over `width` rows."""
         return seconds_at(self._points("step"), width, LANE)

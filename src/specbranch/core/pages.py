@@ -256,7 +256,7 @@ class PrefilledPrompt:
         self._marks: list[bytes] = []  # digests of the pages that `whole` fills
 
     def note(self, text: Sequence[int], start: int, stop: int, prefill_chunk: int) -> None:
-        """Note that prefill has computed a chunk of a text."""
+        """Note that prefill has computed a part of a text, of whole chunks but for its last one."""
         if start != self.whole:
             return
         self.whole = stop - stop % prefill_chunk

@@ -101,11 +101,9 @@ class PromptCosts:
 
     def _usual(self, rows: int) -> float | None:
         """Return the seconds of a round of so many decode rows, without prompt tokens; None: unknown."""
-        if rows < 1:
-            return None
-        if self._costs is not None and self._costs.knows_target:
+        if rows > 0 and self._costs is not None and self._costs.covers(rows):
             return self._costs.target_seconds(rows)
-        return self._table.forward_seconds(rows) if self._table else None
+        return self._table.forward_seconds(rows) if rows > 0 and self._table else None
 
     def _points(self) -> list[tuple[int, float]]:
         """Return seconds by tokens, ascending, where enough rounds were timed."""
@@ -177,9 +175,8 @@ class Prefills:
         """
         uncomputed, draft_uncomputed = member.uncomputed, member.draft_uncomputed
         taken, draft_taken = target.take(uncomputed), draft.take(draft_uncomputed)
-        if member.orders and taken == uncomputed:
+        if member.orders and taken == uncomputed and self._has_row(target):
             if draft_taken == draft_uncomputed:
-                target.left -= 1 if self.limits.batched_tokens else 0  # its decode row
                 return member.orders
             if member.orders.verify and not (alone or member.needs_draft):
                 return self._without_draft(member, member.orders, draft_taken)
@@ -190,6 +187,13 @@ class Prefills:
             draft=member.prefill_order(member.draft_prefilled, draft_taken) if draft_taken else None,
             prefill=member.prefill_order(member.prefilled, taken) if taken else None,
         )
+
+    def _has_row(self, target: PrefillBudget) -> bool:
+        """True if the decode row of a prompt's last token fits; only `batched_tokens` counts it."""
+        if self.limits.batched_tokens is None:
+            return True
+        target.left -= 1
+        return target.left >= 0
 
     def _prefill_late_drafts(self, decoding: Iterable[Member], batch: dict[int, Orders], draft: PrefillBudget) -> None:
         """Have the draft prefill for decoding sessions whose cache it has to catch up on; they draft nothing then."""

@@ -75,7 +75,7 @@ class Drafter(Worker):
         chains = {session: order for session, order in orders.items() if isinstance(order, Draft)}
         prefills = {session: order for session, order in orders.items() if isinstance(order, Prefill)}
         self._grew = False
-        drafted = {
+        drafted: dict[int, Drafted] = {
             **(self._branches(chains, done, announce) if chains else {}),
             **(self._trees(trees, done) if trees else {}),
         }

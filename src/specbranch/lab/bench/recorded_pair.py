@@ -71,6 +71,7 @@ class RecordedPair:
         texts: Path | None = None,
         warm_up: WarmUpName = "lazy",
         max_batch: int | None = None,
+        max_num_batched_tokens: int | None = None,
     ) -> None:
         """Load the pair.
 
@@ -98,6 +99,7 @@ class RecordedPair:
                         draft_weights=running.draft_weights,
                         cache_dtype=running.cache_dtype,
                         context_length=context_length,
+                        max_num_batched_tokens=max_num_batched_tokens,
                         predictor=predictor,
                         keep_experience=keep_experience,
                         warm_up=warm_up,

@@ -197,10 +197,21 @@ class NativeRunner(TorchRunner):
 
         If that fails, the sequences whose chunks are not computed are rolled back to before them.
         """
-        if not self._pending:
-            return
+        if self._pending:
+            with self._taking_pending() as pending:
+                self._compute_chunks(pending)
+
+    @contextmanager
+    def _taking_pending(self) -> Iterator[list[PendingChunk]]:
+        """Yield the pending chunks to a body that launches their forward; then let the prefix cache serve them.
+
+        If the body fails, their sequences are rolled back to before them.
+        """
         try:
-            self._compute_chunks(self._pending.held())
+            pending = self._pending.held()
+            yield pending
+            for chunk in pending:
+                self._publish(chunk)
             self._pending.clear()
         except BaseException:
             self._drop_pending()
@@ -208,15 +219,13 @@ class NativeRunner(TorchRunner):
 
     @torch.inference_mode()
     def _compute_chunks(self, pending: Sequence[PendingChunk]) -> None:
-        """Write the keys and values of pending chunks, several short ones in one forward, and publish each.
+        """Write the keys and values of pending chunks, several short ones in one forward.
 
-        A prompt is cut at multiples of `prefill_chunk`. `GpuRunner` overrides this.
+        A prompt is cut at multiples of `prefill_chunk`.
         """
         parts = (part for chunk in pending for part in chunk.cut(self.prefill_chunk))
         for group in packed(parts, STEP_ROWS if self._fused else 1):
             self._store_chunks(group)
-            for part in group:
-                self._publish(part)
 
     def _publish(self, chunk: PendingChunk) -> None:
         """Let the prefix cache serve a chunk whose forward was launched."""

@@ -1,0 +1,271 @@
+"""The prefill budget: it follows from measured times, spikes do not change it, and prompts take turns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from specbranch.config import LoadOptions, Rule, SamplingParams, SpeculativeConfig
+from specbranch.core.costs import LearnedCosts
+from specbranch.core.experience import Experience
+from specbranch.core.loop import Loop
+from specbranch.core.members import Member
+from specbranch.core.methods import find_method
+from specbranch.core.orders import Context, Draft, Orders, Plan, Prefill, PrefillCount, Reports, Span, Verify
+from specbranch.core.prefill_budget import (
+    LONGEST_ROUND,
+    MOST_PROMPT_TOKENS,
+    PrefillBudget,
+    Prefills,
+    PromptCosts,
+    RoundLimits,
+)
+from specbranch.core.request import Request
+from specbranch.core.session import Session
+from specbranch.errors import BadParameter
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
+from specbranch.lab.toys.toys import ToyRunner
+from toybench import law
+
+
+class Table:
+    """Times of forwards up to a size: flat, then a slope."""
+
+    def __init__(self, most: int = 10_000) -> None:
+        self.most = most
+
+    def forward_seconds(self, rows: int) -> float | None:
+        return None if rows > self.most else 0.004 + max(rows - 64, 0) * 1e-5
+
+
+def observed(costs: PromptCosts, rows: int, tokens: int, seconds: float) -> None:
+    """Have the costs see a round of one decoding session and one that prefills."""
+    batch = {0: Orders(verify=Verify(Context(9, (1,)))), 1: Orders(prefill=Prefill(Context(0, (1,) * tokens), tokens))}
+    span = Span(10.0, 10.0 + seconds, rows + tokens, {1: PrefillCount(tokens)})
+    costs.observe(batch, {number: Reports(verifying=span) for number in batch})
+
+
+def timed(rows: int, seconds: float) -> LearnedCosts:
+    costs = LearnedCosts()
+    for _ in range(3):
+        costs.take("target", rows, seconds)
+    return costs
+
+
+def test_a_table_of_forwards_gives_a_budget_before_anything_is_timed() -> None:
+    # 0.8 × 4 ms at 10 µs a token, from 64 rows on
+    assert PromptCosts(None, Table()).most_tokens(64) == pytest.approx(320, abs=1)
+    assert PromptCosts(None, Table()).most_tokens(4) == pytest.approx(380, abs=1)
+    assert PromptCosts(None, Table(most=100)).most_tokens(64) == 36
+    assert PromptCosts(None, Table(most=10)).most_tokens(64) is None
+    assert PromptCosts().most_tokens(8) is None
+
+
+def test_timed_rounds_give_a_budget_that_makes_rounds_at_most_so_much_longer() -> None:
+    costs = PromptCosts(timed(8, 0.1))
+    assert costs.most_tokens(8) is None
+    budget = 16
+    for _ in range(60):
+        observed(costs, 8, budget, 0.1 + 0.01 + 0.0002 * budget)  # a second read of the weights, and each token
+        budget = costs.most_tokens(8) or 16
+    expected = (0.1 * (LONGEST_ROUND - 1.0) - 0.01) / 0.0002
+    assert budget == pytest.approx(expected, rel=0.02)
+
+
+def test_spikes_do_not_change_the_budget() -> None:
+    costs = PromptCosts(timed(8, 0.1))
+    for seconds in (3.0, 0.12, 0.12, 0.12, 5.0, 0.12):
+        observed(costs, 8, 64, seconds)
+    assert costs.most_tokens(8) == 128  # twice what was timed: 64 tokens take 0.02 s of 0.08
+    assert PromptCosts(timed(8, 0.1)).most_tokens(8) is None
+
+
+def test_a_budget_of_a_few_tokens_does_not_come_from_short_prompts() -> None:
+    """A short prompt costs more for each token than the fixed part of a chunk spread over many."""
+    costs = PromptCosts(timed(8, 0.1))
+    for _ in range(5):
+        observed(costs, 8, 3, 0.12)
+        observed(costs, 8, 200, 0.14)
+    assert (costs.most_tokens(8) or 0) >= 390
+
+
+def test_a_budget_is_bounded_and_unknown_for_sizes_that_were_not_timed() -> None:
+    costs = PromptCosts(timed(8, 0.1))
+    for tokens in (100, 1000, 9000):
+        for _ in range(3):
+            observed(costs, 8, tokens, 0.1)
+    assert costs.most_tokens(8) == MOST_PROMPT_TOKENS
+    assert costs.most_tokens(64) is None and costs.most_tokens(0) is None
+
+
+def test_a_budget_gives_the_rest_of_a_prompt_or_whole_chunks() -> None:
+    budget = PrefillBudget(100, 16)
+    assert [budget.take(20), budget.take(500), budget.take(17), budget.take(16), budget.take(1)] == [20, 80, 0, 0, 0]
+    assert budget.used == 100
+
+
+class OneForward(Serial):
+    """A round takes as long as one forward over its rows; notes the prompt tokens and the seconds of each."""
+
+    def __init__(self, runner: ToyRunner, seconds: Callable[[int], float], draft: ToyRunner | None = None) -> None:
+        self.clock = 0.0
+        super().__init__(Verifier(runner), Drafter(draft) if draft else None, lambda: self.clock)
+        self.seconds = seconds
+        self.rounds: list[tuple[int, int, float]] = []  # decode rows, prompt tokens, seconds
+
+    def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
+        reports = super().run(orders)
+        span = next((report.verifying for report in reports.values() if report.verifying), None)
+        if span is None:
+            return reports
+        begun, tokens = self.clock, sum(count.read for count in span.prompts.values())
+        self.clock += self.seconds(span.tokens)
+        self.rounds.append((span.tokens - tokens, tokens, self.clock - begun))
+        span = replace(span, start=begun, end=self.clock)
+        return {number: replace(report, verifying=span) for number, report in reports.items()}
+
+
+def toy(chunk: int, drift: float = 0.0) -> ToyRunner:
+    runner = ToyRunner(law(drift), 20_000)
+    runner.prefill_chunk = chunk
+    return runner
+
+
+def joined(loop: Loop, number: int, prompt: int, tokens: int = 400, method: str = "autoregressive") -> Session:
+    request = Request(SamplingParams(temperature=0.7, max_tokens=tokens, ignore_eos=True), number, prompt)
+    session = Session(number, [at % 6 for at in range(number, number + prompt)], request, 20_000)
+    config = SpeculativeConfig(method=method)
+    loop.join(session, find_method(method, method != "autoregressive").start(session, config, Experience()))
+    return session
+
+
+def gpu_like(rows: int) -> float:
+    return 0.004 + 0.00001 * rows
+
+
+def warmed(chunk: int = 1, decoding: int = 8, limits: RoundLimits | None = None) -> tuple[Loop, OneForward]:
+    """A loop in which some sessions decode, whose rounds have been timed."""
+    executor = OneForward(toy(chunk), gpu_like)
+    limits = limits or RoundLimits(prefill_chunk=chunk, prompt_tokens=max(chunk, 64))
+    loop = Loop(executor, costs=LearnedCosts(), limits=limits)
+    for number in range(decoding):
+        joined(loop, number, 3)
+    for _ in range(30):
+        loop.step()
+    executor.rounds.clear()
+    return loop, executor
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_a_long_prompt_among_decoding_sessions_makes_no_round_much_longer(chunk: int) -> None:
+    loop, executor = warmed(chunk)
+    usual = gpu_like(8)
+    long = joined(loop, 99, 8000)
+    while not long.output:
+        loop.step()
+    seconds = [one for *_, one in executor.rounds]
+    assert max(seconds) <= LONGEST_ROUND * usual * 1.05
+    # Once a few rounds are timed, rounds are as long as they may be.
+    assert sorted(seconds)[len(seconds) // 2] >= LONGEST_ROUND * usual * 0.9
+    assert len(executor.rounds) < 40 and sum(tokens for _, tokens, _ in executor.rounds) == 7999
+    assert all(rows >= 8 for rows, *_ in executor.rounds)
+
+
+def test_a_prompt_that_fits_gives_its_first_token_in_that_round() -> None:
+    loop, executor = warmed()
+    shorts = [joined(loop, number, 20) for number in (20, 21)]
+    loop.step()
+    assert all(len(session.output) == 1 for session in shorts)
+    assert executor.rounds == [(10, 38, pytest.approx(gpu_like(48)))]
+
+
+def waiting(number: int, prefilled: int, rule: Rule = "match") -> Member:
+    """A session of 60 tokens that wants a draft and a verify; the target has computed some of them, the draft none."""
+    request = Request(SamplingParams(temperature=0.7), number, 60, rule=rule)
+    session = Session(number, [1] * 60, request, 100)
+    draft = Draft(Context(0, (1,) * 60), Plan(3))
+    wants = Orders(draft, Verify(Context(0, (1,) * 60)))
+    return Member(session, (one for one in ()), number, wants, prefilled=prefilled)
+
+
+@pytest.mark.parametrize("rule", ["match", "ratio"])
+def test_a_prompt_that_fits_waits_for_its_draft_only_if_its_tokens_depend_on_that(rule: Rule) -> None:
+    prefills = Prefills(PromptCosts(), RoundLimits(prefill_chunk=4, prompt_tokens=80, prompt_tokens_alone=80))
+    first, second = waiting(0, 50, rule), waiting(1, 50, rule)
+    batch = prefills.add({}, [first, second])
+    assert batch[0] is first.wants
+    late = batch[1]
+    assert isinstance(late.draft, Prefill) and late.draft.most == 20  # what the first leaves of the draft's budget
+    if rule == "match":
+        assert late.verify is second.wants.verify and late.prefill is None and second.draft_behind
+    else:
+        assert late.verify is None and late.prefill is not None and late.prefill.most == 9
+
+
+def test_a_session_alone_waits_for_its_draft() -> None:
+    prefills = Prefills(PromptCosts(), RoundLimits(prefill_chunk=4, prompt_tokens=40, prompt_tokens_alone=40))
+    (orders,) = prefills.add({}, [waiting(0, 50)]).values()
+    assert orders.verify is None and orders.prefill is not None and isinstance(orders.draft, Prefill)
+
+
+def test_prompts_take_turns() -> None:
+    loop, executor = warmed(16, limits=RoundLimits(prefill_chunk=16, prompt_tokens=16, batched_tokens=24))
+    prompts = [joined(loop, number, 16 * 4 + 1) for number in (20, 21, 22)]
+    for _ in range(3):
+        loop.step()
+    assert [loop.uncomputed(session) for session in prompts] == [48, 48, 48]
+    loop.step()
+    assert [loop.uncomputed(session) for session in prompts] == [32, 48, 48]
+    while not all(session.output for session in prompts):
+        loop.step()
+    # the last row of the third prompt does not fit beside its last chunk
+    assert [tokens for _, tokens, _ in executor.rounds] == [*[16] * 12, 0]
+
+
+@pytest.mark.parametrize(("most", "expected"), [(8 + 30, 30), (9, 1), (8, 1), (3, 1), (5000, 299)])
+def test_max_num_batched_tokens_bounds_rows_and_prompt_tokens_and_something_always_advances(
+    most: int, expected: int
+) -> None:
+    loop, executor = warmed(limits=RoundLimits(prefill_chunk=1, prompt_tokens=64, batched_tokens=most))
+    session = joined(loop, 99, 300)
+    loop.step()
+    assert executor.rounds[0][:2] == (8 + (expected == 299), expected)
+    while not session.output:
+        loop.step()
+    assert all(rows + tokens <= max(most, 9) for rows, tokens, _ in executor.rounds)
+
+
+def test_max_num_batched_tokens_bounds_rounds_in_which_nobody_decodes() -> None:
+    executor = OneForward(toy(16), gpu_like)
+    loop = Loop(executor, limits=RoundLimits(prefill_chunk=16, prompt_tokens=16, batched_tokens=64))
+    session = joined(loop, 0, 200)
+    while not session.output:
+        loop.step()
+    assert [tokens for _, tokens, _ in executor.rounds] == [64, 64, 64, 7]
+
+
+@pytest.mark.parametrize("wrong", [0, -5, 1.5, True, "many"])
+def test_a_budget_that_is_no_count_is_refused(wrong: object) -> None:
+    with pytest.raises(BadParameter, match=r"max_num_batched_tokens is .*; expected a whole number ≥ 1"):
+        LoadOptions(max_num_batched_tokens=wrong)  # type: ignore[arg-type]
+
+
+def test_texts_do_not_depend_on_the_budget() -> None:
+    texts = []
+    for most in (None, 9, 40, 500):
+        rng = random.Random(5)
+        loop, _ = warmed(4, limits=RoundLimits(prefill_chunk=4, prompt_tokens=8, batched_tokens=most))
+        sessions = []
+        for number in range(20, 30):
+            sessions.append(joined(loop, number, rng.randint(1, 90), tokens=12))
+            for _ in range(rng.randint(0, 3)):
+                loop.step()
+        while not all(session.finished for session in sessions):
+            loop.step()
+        texts.append([session.output for session in sessions])
+    assert all(one == texts[0] for one in texts)
