@@ -1,8 +1,8 @@
 """Check and time a GPU's step: graphs over random weights, against what its memory can read, and against bars.
 
 Figures are median milliseconds of a graph's replay, the choice of a token included. Steps have 1, 16 and 64 rows of one
-sequence, and 1 row of each of 4 sequences; --sequences adds another number of sequences. A case is a shape, its weights
-and the context before the rows, such as 7b, 1b:int8 or 8b@8000. Last line: JSON.
+sequence, and 1 row of each of 4 sequences; --sequences adds another number of sequences, --chains chains of 16 rows. A
+case is a shape, its weights and the context before the rows, such as 7b, 1b:int8 or 8b@8000. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ BARS = {  # milliseconds for one row, share of the floor, times one row for 16; 
     "7b@8000": (0.0, 0.71, 1.08), "8b@8000": (0.0, 0.70, 1.08), "1b:int8": (0.75, 0.0, 1.06),
 }  # fmt: skip
 WORKS = {"1 row": (1, 1), "16 rows": (16, 1), "64 rows": (64, 1), "4 sequences": (1, 4)}
+CHAIN = 16  # rows of a chain, as in a verify step of several sequences
 SETTINGS = [(128, 32, 4, 2), (128, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), (64, 64, 2, 2), (64, 64, 8, 2)]
 
 
@@ -67,6 +68,7 @@ def main() -> None:
     )
     options.add_argument("--replays", type=int, default=60)
     options.add_argument("--sequences", type=int, nargs="*", default=[], help="time 1 row of each of so many, too")
+    options.add_argument("--chains", type=int, nargs="*", default=[], help="time 16 rows of each of so many, too")
     options.add_argument(
         "--plain", action="store_true", help="products by torch, as where the kernels do not suit a model"
     )
@@ -115,6 +117,7 @@ def measure(case: Case, given: argparse.Namespace, peak: float) -> list[dict[str
     """Time the steps of one case, with attention and without."""
     device = torch.device(given.device)
     sizes = WORKS | {f"{count} sequences": (1, count) for count in given.sequences}
+    sizes |= {f"{count} chains": (CHAIN, count) for count in given.chains}
     model = Shaped(
         case.shape, device, case.context, sequences=3 + sum(size[1] for size in sizes.values()), stored=case.stored
     )

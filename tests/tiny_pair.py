@@ -3,6 +3,7 @@ folders would be."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,20 +14,31 @@ from small_tokenizers import byte_level, save
 VOCABULARY = 421  # of the byte-level tokenizer, its added token included
 
 
-def make_pair(folder: Path, vocabulary: int = VOCABULARY, positions: int = 512) -> tuple[str, str]:
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+KERNEL_SIZES = {  # of a model that a GPU's own kernels run: heads of 64
+    "hidden_size": 384,
+    "intermediate_size": 640,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+}
+
+
+def make_pair(
+    folder: Path, vocabulary: int = VOCABULARY, positions: int = 512, sizes: Mapping[str, float] = SIZES
+) -> tuple[str, str]:
     """Save a target and a draft that is the target disturbed; returns both folders."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=positions,
-        initializer_range=0.2,
-        eos_token_id=2,
-        bos_token_id=1,
+        vocab_size=vocabulary, max_position_embeddings=positions, eos_token_id=2, bos_token_id=1, **sizes
     )
     model = LlamaForCausalLM(config)
     target = _save(model, folder / "target")

@@ -9,7 +9,7 @@ import pytest
 from in_process import Command, Done
 
 from specbranch.core.orders import Orders, Reports
-from specbranch.lab.bench.under_load import _Arrivals
+from specbranch.lab.bench.under_load import Arrivals
 from specbranch.pairs import Pair
 
 LINES = ("one bird is a guess", "a second bird is a branch", "three birds are a tree")
@@ -125,7 +125,7 @@ def test_a_target_alone_can_be_loaded(command: Command, tiny: Pair, prompts: Pat
 
 
 def test_a_gap_lies_between_two_rounds_that_added_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived, times = _Arrivals(), iter((1.0, 1.5, 3.5))
+    arrived, times = Arrivals(), iter((1.0, 1.5, 3.5))
     monkeypatch.setattr("specbranch.lab.bench.under_load.time.perf_counter", lambda: next(times))
     for added in (1, 0, 4, 0, 0, 2):  # rounds of others, and of a draft alone, add nothing
         arrived.note(Orders(), Reports(), added)

@@ -360,9 +360,9 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
             title=title,
             folder=given["records"],
             running=running,
+            max_num_batched_tokens=given["max_num_batched_tokens"],
             warm_up=warm_up,
             max_batch=max(counts),
-            max_num_batched_tokens=given["max_num_batched_tokens"],
         ) as recorded:
             if given["clock"]:
                 return run_load(recorded, suites, workload, methods, clocks, counts, progress)

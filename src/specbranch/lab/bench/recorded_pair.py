@@ -69,9 +69,9 @@ class RecordedPair:
         running: Running | None = None,
         context_length: int | None = None,
         texts: Path | None = None,
+        max_num_batched_tokens: int | None = None,
         warm_up: WarmUpName = "lazy",
         max_batch: int | None = None,
-        max_num_batched_tokens: int | None = None,
     ) -> None:
         """Load the pair.
 

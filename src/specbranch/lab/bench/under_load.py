@@ -145,7 +145,7 @@ class _Answered:
         return [output.stats[name] for output in self.outputs if len(output.token_ids) > 1]
 
 
-class _Arrivals:
+class Arrivals:
     """When a request's rounds added tokens to it."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ def _answered(
     llm, many = recorded.llm.using(speculative=config), list(prompts) * _rounds(count, len(prompts))
     params = replace(workload.params(), seed=workload.seed)
     answers = [answer for prompt in many for answer in llm.core.make_samples(prompt, params, llm.decoding)]
-    arrivals = [_Arrivals() for _ in answers]
+    arrivals = [Arrivals() for _ in answers]
     for answer, arrived in zip(answers, arrivals, strict=True):
         answer.session.on_round = arrived.note
     late, started = llm.core.late_captures, time.perf_counter()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -50,17 +51,18 @@ class Attend(Protocol):
         ...
 
 
-SHARED_BLOCK, QUERY_TILE = 128, 64  # shared positions of a block, and queries of a program (rows times heads)
+SHARED_BLOCK, QUERY_TILE = 128, 16  # shared positions of a block, and queries of a program (rows times heads)
 WIDE_BLOCK, WIDE_TILE = 32, 16  # the same in float32, which has no fast products and twice the size
 PATH_BLOCK = 32  # KV slots of an own path that are read at a time
 CHUNK_QUERIES, CHUNK_ROWS = 128, 64  # queries and rows of a tile of a prompt, at most
-CHUNK_WARPS, WARPS, JOIN_WARPS = 8, 4, 2
-STAGES = 2
+CHUNK_WARPS, BATCH_WARPS, WARPS, JOIN_WARPS = 8, 4, 4, 1
+CHUNK_STAGES, STAGES = 3, 2
+BATCH_STAGES = ((128, 2), (1, 3))  # by the least number of rows
 PARTIAL_BYTES = 1 << 28  # bytes of the results of blocks in a step, at most
 PROGRAMS = 256  # programs that share the blocks of a step of one sequence, about
 BATCH_PROGRAMS = 1024  # the same for several sequences
-# groups with at most so many blocks are one program, in steps with that many rows; more rows leave no program idle
-WHOLE_BLOCKS = ((32, 8), (16, 2))
+# Groups with at most so many blocks are one program, by the least number of rows: many rows leave no program idle.
+WHOLE_BLOCKS = ((32, 8), (1, 2))
 EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel starts only when the one before it has ended
 
 
@@ -111,7 +113,7 @@ def attend_by_kernels(
     sums = queries.new_empty(partial, head_dim)
     tops, totals = queries.new_empty(2, partial, dtype=torch.float32)
     scale = math.log2(math.e) / math.sqrt(head_dim)  # the kernels take powers of 2
-    how: dict[str, Any] = {"num_warps": WARPS, "num_stages": STAGES, "enable_fp_fusion": False, **launch(early)}
+    how: dict[str, Any] = {"enable_fp_fusion": False, **launch(early)}
     sections = (step.shared, step.own_count, step.groups, step.tables, step.own, step.counts)
     groups, batch = len(step.groups), len(step.groups) == rows > 1
     if not batch:
@@ -122,26 +124,33 @@ def attend_by_kernels(
         splits = power_of_two(max(min(PROGRAMS // (kv_heads * groups * tiles), 64), 8))
         kernels.partial_results[(rows + groups * tiles * splits, kv_heads)](
             queries, keys, values, sums, tops, totals, *sections, scale, keys.stride(0), rows, **shape, **tiling,
-            OWN=LONGEST_OWN, TILE_ROWS=tile_rows, TILES=tiles, OWN_TILE=max(padded, 16), SPLITS=splits, **how,
+            OWN=LONGEST_OWN, TILE_ROWS=tile_rows, TILES=tiles, OWN_TILE=max(padded, 16), SPLITS=splits,
+            num_warps=WARPS, num_stages=STAGES, **how,
         )  # fmt: skip
     else:
         splits = power_of_two(max(min(BATCH_PROGRAMS // (kv_heads * rows), 16), 2))
-        whole = next((blocks for least, blocks in WHOLE_BLOCKS if rows >= least), 0) * SHARED_BLOCK // block
+        whole = _by_rows(WHOLE_BLOCKS, rows) * SHARED_BLOCK // block
         kernels.attend_batch[(groups, kv_heads, splits)](
             queries, keys, values, sums, tops, totals, out, *sections, scale, keys.stride(0), **shape, **tiling,
-            OWN=LONGEST_OWN, TILE=max(BATCH_GROUP_ROWS * padded, 16), WHOLE=whole, SPLITS=splits, **how,
+            OWN=LONGEST_OWN, TILE=max(BATCH_GROUP_ROWS * padded, 16), WHOLE=whole, SPLITS=splits,
+            num_warps=BATCH_WARPS, num_stages=_by_rows(BATCH_STAGES, rows), **how,
         )  # fmt: skip
-    kernels.join[(rows, heads)](
-        sums, tops, totals, step.shared, step.counts, out, **shape, BATCH=batch, num_warps=JOIN_WARPS,
-        enable_fp_fusion=False, **launch(early),
+    kernels.join[(rows, kv_heads if batch else heads)](
+        sums, tops, totals, step.shared, step.counts, out, **shape, BATCH=batch, COUNT=share if batch else 1,
+        num_warps=JOIN_WARPS, **how,
     )  # fmt: skip
     if step.tiles is not None and not sampled_only:
         tile_rows = chunk_tile_rows(share)
         kernels.attend_chunks[(len(step.tiles), kv_heads)](
             queries, keys, values, out, step.tiles, step.tables, scale, keys.stride(0), **shape, **tiling,
-            TILE_ROWS=tile_rows, **how | {"num_warps": CHUNK_WARPS if tile_rows * padded > QUERY_TILE else WARPS},
+            TILE_ROWS=tile_rows, num_warps=CHUNK_WARPS if tile_rows * padded > CHUNK_ROWS else WARPS,
+            num_stages=CHUNK_STAGES, **how,
         )  # fmt: skip
     return out
+
+
+def _by_rows(table: Sequence[tuple[int, int]], rows: int) -> int:
+    return next(value for least, value in table if rows >= least)
 
 
 def chunk_tile_rows(share: int) -> int:

@@ -327,8 +327,8 @@ def attend_chunks(q, keys, values, out, tiles, tables, scale, page_stride,
 @triton.jit
 def join(sums, tops, totals, shared, counts, out,
          HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr,
-         EARLY: tl.constexpr):  # fmt: skip
-    """Merge the results of one row and head: the own path, then the blocks that the row shares, in order.
+         COUNT: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Merge the results of one row and COUNT heads: the own path, then the blocks that the row shares, in order.
 
     In a step of several sequences (BATCH), padding has no results, and some rows are done.
     """
@@ -336,38 +336,46 @@ def join(sums, tops, totals, shared, counts, out,
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0)
-    at = row * HEADS + tl.program_id(1)
+    at = row * HEADS + tl.program_id(1) * COUNT
     slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
+    left = COUNT
+    if BATCH:
+        is_done = (row >= tl.load(counts + SAMPLED_COUNT)) | (tl.load(totals + at.to(tl.int64) * slots) == 0.0)
+        left = tl.where(is_done, 0, COUNT)
+    blocks = tl.cdiv(tl.load(shared + row), BLOCK)
+    for head in range(left):
+        _join_head(sums, tops, totals, out, at + head, slots, blocks, DIM, WIDTH)
+
+
+@triton.jit
+def _join_head(sums, tops, totals, out, at, slots, blocks, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Merge the results of one row and head."""
     first = at.to(tl.int64) * slots
     d = tl.arange(0, WIDTH)
     total = tl.load(totals + first)
-    if BATCH:
-        total = tl.where(row < tl.load(counts + SAMPLED_COUNT), total, 0.0)
-    if total != 0.0:
-        top = tl.load(tops + first)
-        acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
-        blocks = tl.cdiv(tl.load(shared + row), BLOCK)
-        for begin in range(0, blocks, UNROLLED):
-            at_0 = first + 1 + begin
-            end = first + 1 + blocks
-            # all loads come before the sums, which wait for one another
-            t_0, w_0, a_0 = _loaded(sums, tops, totals, at_0, end, DIM, WIDTH)
-            t_1, w_1, a_1 = _loaded(sums, tops, totals, at_0 + 1, end, DIM, WIDTH)
-            t_2, w_2, a_2 = _loaded(sums, tops, totals, at_0 + 2, end, DIM, WIDTH)
-            t_3, w_3, a_3 = _loaded(sums, tops, totals, at_0 + 3, end, DIM, WIDTH)
-            t_4, w_4, a_4 = _loaded(sums, tops, totals, at_0 + 4, end, DIM, WIDTH)
-            t_5, w_5, a_5 = _loaded(sums, tops, totals, at_0 + 5, end, DIM, WIDTH)
-            t_6, w_6, a_6 = _loaded(sums, tops, totals, at_0 + 6, end, DIM, WIDTH)
-            t_7, w_7, a_7 = _loaded(sums, tops, totals, at_0 + 7, end, DIM, WIDTH)
-            top, total, acc = _joined(top, total, acc, t_0, w_0, a_0)
-            top, total, acc = _joined(top, total, acc, t_1, w_1, a_1)
-            top, total, acc = _joined(top, total, acc, t_2, w_2, a_2)
-            top, total, acc = _joined(top, total, acc, t_3, w_3, a_3)
-            top, total, acc = _joined(top, total, acc, t_4, w_4, a_4)
-            top, total, acc = _joined(top, total, acc, t_5, w_5, a_5)
-            top, total, acc = _joined(top, total, acc, t_6, w_6, a_6)
-            top, total, acc = _joined(top, total, acc, t_7, w_7, a_7)
-        tl.store(out + at * DIM + d, (acc * (1.0 / total)).to(out.dtype.element_ty), mask=d < DIM)
+    top = tl.load(tops + first)
+    acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
+    for begin in range(0, blocks, UNROLLED):
+        at_0 = first + 1 + begin
+        end = first + 1 + blocks
+        # all loads come before the sums, which wait for one another
+        t_0, w_0, a_0 = _loaded(sums, tops, totals, at_0, end, DIM, WIDTH)
+        t_1, w_1, a_1 = _loaded(sums, tops, totals, at_0 + 1, end, DIM, WIDTH)
+        t_2, w_2, a_2 = _loaded(sums, tops, totals, at_0 + 2, end, DIM, WIDTH)
+        t_3, w_3, a_3 = _loaded(sums, tops, totals, at_0 + 3, end, DIM, WIDTH)
+        t_4, w_4, a_4 = _loaded(sums, tops, totals, at_0 + 4, end, DIM, WIDTH)
+        t_5, w_5, a_5 = _loaded(sums, tops, totals, at_0 + 5, end, DIM, WIDTH)
+        t_6, w_6, a_6 = _loaded(sums, tops, totals, at_0 + 6, end, DIM, WIDTH)
+        t_7, w_7, a_7 = _loaded(sums, tops, totals, at_0 + 7, end, DIM, WIDTH)
+        top, total, acc = _joined(top, total, acc, t_0, w_0, a_0)
+        top, total, acc = _joined(top, total, acc, t_1, w_1, a_1)
+        top, total, acc = _joined(top, total, acc, t_2, w_2, a_2)
+        top, total, acc = _joined(top, total, acc, t_3, w_3, a_3)
+        top, total, acc = _joined(top, total, acc, t_4, w_4, a_4)
+        top, total, acc = _joined(top, total, acc, t_5, w_5, a_5)
+        top, total, acc = _joined(top, total, acc, t_6, w_6, a_6)
+        top, total, acc = _joined(top, total, acc, t_7, w_7, a_7)
+    tl.store(out + at * DIM + d, (acc * (1.0 / total)).to(out.dtype.element_ty), mask=d < DIM)
 
 
 @triton.jit
