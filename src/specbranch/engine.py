@@ -25,6 +25,7 @@ from specbranch.core.prefill_budget import RoundLimits
 from specbranch.core.runner import PadsForwards, ReceivesTrees, Runner, TimesForwards
 from specbranch.core.scheduler import Scheduler
 from specbranch.core.session import RoundWatcher
+from specbranch.core.warm_up import save_kinds
 from specbranch.decoding import Decoding, Speculative, resolve
 from specbranch.engine_core import EngineCore, LoadedModels, PromptLike, raise_failure
 from specbranch.errors import BadParameter
@@ -337,6 +338,7 @@ def _core(
     table = runner if isinstance(runner, TimesForwards) else None
     loop = Loop(models.parts.executor, costs=experiences.learned, limits=_round_limits(runner, most), table=table)
     weakref.finalize(loop, experiences.write, last=True)  # on the loop, which all views of `using` share
+    weakref.finalize(loop, save_kinds, models.runners)
     return EngineCore(models, Scheduler(loop), experiences)
 
 

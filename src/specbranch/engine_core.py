@@ -23,7 +23,7 @@ from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
 from specbranch.core.runner import Runner
 from specbranch.core.scheduler import Scheduler, Ticket
-from specbranch.core.warm_up import WarmsUp, late_captures, not_late, warming
+from specbranch.core.warm_up import WarmsUp, late_captures, not_late, save_kinds, warming
 from specbranch.decoding import Decoding
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
@@ -228,8 +228,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Stop the draft process, if there is one, and save what was learned."""
-        for runner in warming(self.models.runners):
-            runner.save_kinds()
+        save_kinds(self.models.runners)
         self.loop.close()
         self.experiences.write(last=True)
 

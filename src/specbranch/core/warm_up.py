@@ -68,6 +68,12 @@ def late_captures(runners: Iterable[object]) -> int:
     return sum(runner.late_captures for runner in warming(runners))
 
 
+def save_kinds(runners: Iterable[object]) -> None:
+    """Save which kinds of steps models have run, so that the next process captures them first."""
+    for runner in warming(runners):
+        runner.save_kinds()
+
+
 @contextmanager
 def not_late(runners: Iterable[object]) -> Iterator[None]:
     """Within this context captures and compilations do not count as late."""

@@ -1,6 +1,6 @@
 """The kinds of steps that earlier processes met, in a file, so that the next one captures them first.
 
-Owns the file of one model, device and method. Compiled kernels are not here: Triton keeps these itself, in
+Owns the file of one model, device, method and batch size. Compiled kernels are not here: Triton keeps these itself, in
 $TRITON_CACHE_DIR or ~/.triton. Invariants: the file is replaced as a whole. A file that is damaged, or of another
 version, is ignored with a warning; it is never an error.
 """

@@ -113,7 +113,7 @@ class StepLauncher(NativeRunner):
         if not self._graphs.captures or sizes in self._kinds:
             return
         layers = self._probe[0] if sizes.hidden and self._probe is not None else 0
-        file = KindsFile(self._kinds_key(sizes.method))
+        file = KindsFile(self._kinds_key(sizes))
         with not_late([self]), self._graphs.warming_up():
             with self._in_turn():
                 self._warm_up_kernels()
@@ -321,13 +321,13 @@ class StepLauncher(NativeRunner):
     def _make_graphs(self, step: GpuStep) -> Graphs:
         return Graphs(step, self._most_pages)
 
-    def _kinds_key(self, method: str) -> dict[str, Any]:
+    def _kinds_key(self, sizes: ForwardSizes) -> dict[str, Any]:
         """Return the key of the file of kinds: what decides which steps a model has, and how they are compiled."""
         cuda = self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if cuda else self.device.type
         shape = {name: value for name, value in asdict(self.architecture).items() if isinstance(value, int | float)}
         made = {"dtype": str(self.dtype), "weights": self.weights, "pages": self._most_pages}
-        return {"device": device, "shape": shape, "method": method, **made}
+        return {"device": device, "shape": shape, "method": sizes.method, "sessions": sizes.sessions, **made}
 
     def _warm_up_kernels(self) -> None:
         """Compile kernels that run outside graphs; subclasses have some."""

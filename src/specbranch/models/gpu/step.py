@@ -201,20 +201,20 @@ class Graphs:
         If the memory does not suffice, it captures no more, and gives up the last one so that some memory is left.
         """
         wanted = list(dict.fromkeys(kinds)) if self.captures else []
+        missing = [kind for kind in wanted if kind not in self._warmed]
         start, free = time.perf_counter(), self._free_bytes()
-        for number, kind in enumerate(wanted):
-            log.info("capturing CUDA graphs", extra={"done": number, "of": len(wanted)})
-            if kind in self._warmed:
-                continue
+        for number, kind in enumerate(missing):
+            log.info("CUDA graph %d of %d", number + 1, len(missing), extra={"done": number, "of": len(missing)})
             try:
                 self._warm_up(kind)
             except torch.OutOfMemoryError:
-                self._give_up(wanted[max(number - 1, 0) :])
+                self._give_up(missing[max(number - 1, 0) :])
                 break
         ready = sum(kind in self._warmed for kind in wanted)
-        self.warm_up_bytes += free - self._free_bytes()
-        seconds, megabytes = time.perf_counter() - start, self.warm_up_bytes / 1e6
-        log.info("%d CUDA graphs are ready after %.1f s; they take %.0f MB.", ready, seconds, megabytes)
+        if missing:
+            self.warm_up_bytes += free - self._free_bytes()
+            seconds, megabytes = time.perf_counter() - start, self.warm_up_bytes / 1e6
+            log.info("%d CUDA graphs are ready after %.1f s; they take %.0f MB.", ready, seconds, megabytes)
         return ready
 
     def run(self, packed: np.ndarray | Tensor, bucket: Bucket) -> Tensor:

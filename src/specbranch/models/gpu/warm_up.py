@@ -155,6 +155,7 @@ def run_request(runner: Runner, request: Request) -> None:
     for length in WARM_UP_PROMPTS:
         with _opened(runner, request):
             runner.extend(WARM_UP_SEQUENCE, (0,) * min(length, runner.context_length // 2))
+            runner.flush()
             if length == WARM_UP_PROMPTS[-1]:
                 _decode(runner, request)
 
