@@ -44,16 +44,20 @@ class Table:
 
 
 def observed(costs: PromptCosts, rows: int, tokens: int, seconds: float) -> None:
-    """Have the costs see a round of one decoding session and one that prefills."""
-    batch = {0: Orders(verify=Verify(Context(9, (1,)))), 1: Orders(prefill=Prefill(Context(0, (1,) * tokens), tokens))}
-    span = Span(10.0, 10.0 + seconds, rows + tokens, {1: PrefillCount(tokens)})
-    costs.observe(batch, {number: Reports(verifying=span) for number in batch})
+    """Have the costs see a round of one decoding session and one that prefills, just behind another round."""
+    decoding = Orders(verify=Verify(Context(9, (1,))))
+    batch = {0: decoding, 1: Orders(prefill=Prefill(Context(0, (1,) * tokens), tokens))} if tokens else {0: decoding}
+    now = 10.0 if costs._ended is None else costs._ended
+    costs._ended = now
+    span = Span(now, now + seconds, rows + tokens, {1: PrefillCount(tokens)} if tokens else {})
+    costs.observe(batch, {number: Reports(verifying=span) for number in batch}, now + seconds)
 
 
-def timed(rows: int, seconds: float) -> LearnedCosts:
-    costs = LearnedCosts()
+def timed(rows: int, seconds: float) -> PromptCosts:
+    """Costs that have seen rounds of so many rows, without prompt tokens."""
+    costs = PromptCosts()
     for _ in range(3):
-        costs.take("target", rows, seconds)
+        observed(costs, rows, 0, seconds)
     return costs
 
 
@@ -67,7 +71,7 @@ def test_a_table_of_forwards_gives_a_budget_before_anything_is_timed() -> None:
 
 
 def test_timed_rounds_give_a_budget_that_makes_rounds_at_most_so_much_longer() -> None:
-    costs = PromptCosts(timed(8, 0.1))
+    costs = timed(8, 0.1)
     assert costs.most_tokens(8) is None
     budget = 16
     for _ in range(60):
@@ -78,16 +82,35 @@ def test_timed_rounds_give_a_budget_that_makes_rounds_at_most_so_much_longer() -
 
 
 def test_spikes_do_not_change_the_budget() -> None:
-    costs = PromptCosts(timed(8, 0.1))
+    costs = timed(8, 0.1)
     for seconds in (3.0, 0.12, 0.12, 0.12, 5.0, 0.12):
         observed(costs, 8, 64, seconds)
     assert costs.most_tokens(8) == 128  # twice what was timed: 64 tokens take 0.02 s of 0.08
-    assert PromptCosts(timed(8, 0.1)).most_tokens(8) is None
+
+
+def test_seconds_of_an_earlier_process_serve_until_gaps_are_timed() -> None:
+    learned = LearnedCosts()
+    learned.take("target", 8, 0.1)
+    costs = PromptCosts(learned)
+    for _ in range(3):
+        observed(costs, 8, 64, 0.12)
+    assert costs.most_tokens(8) == 128 and costs.most_tokens(9) is None
+
+
+def test_a_pause_is_no_gap() -> None:
+    costs = timed(8, 0.1)
+    for _ in range(9):
+        costs.pause()
+        batch = {0: Orders(verify=Verify(Context(9, (1,))))}
+        costs.observe(batch, {0: Reports(verifying=Span(0.0, 50.0, 8))}, 1000.0)
+    for _ in range(3):
+        observed(costs, 8, 64, 0.12)
+    assert costs.most_tokens(8) == 128
 
 
 def test_a_budget_of_a_few_tokens_does_not_come_from_short_prompts() -> None:
     """A short prompt costs more for each token than the fixed part of a chunk spread over many."""
-    costs = PromptCosts(timed(8, 0.1))
+    costs = timed(8, 0.1)
     for _ in range(5):
         observed(costs, 8, 3, 0.12)
         observed(costs, 8, 200, 0.14)
@@ -95,7 +118,7 @@ def test_a_budget_of_a_few_tokens_does_not_come_from_short_prompts() -> None:
 
 
 def test_a_budget_is_bounded_and_unknown_for_sizes_that_were_not_timed() -> None:
-    costs = PromptCosts(timed(8, 0.1))
+    costs = timed(8, 0.1)
     for tokens in (100, 1000, 9000):
         for _ in range(3):
             observed(costs, 8, tokens, 0.1)
@@ -211,6 +234,29 @@ def test_a_session_alone_waits_for_its_draft() -> None:
     prefills = Prefills(PromptCosts(), RoundLimits(prefill_chunk=4, prompt_tokens=40, prompt_tokens_alone=40))
     (orders,) = prefills.add({}, [waiting(0, 50)]).values()
     assert orders.verify is None and orders.prefill is not None and isinstance(orders.draft, Prefill)
+
+
+def test_a_new_prompt_does_not_discard_a_step_that_was_launched_ahead() -> None:
+    executor = OneForward(toy(1), gpu_like)
+    limits = RoundLimits(prefill_chunk=1, prompt_tokens=64)
+    loop = Loop(executor, costs=LearnedCosts(launches_ahead=True), limits=limits)
+    first = joined(loop, 0, 3)
+    for _ in range(3):
+        loop.step()
+    new, hints = joined(loop, 1, 20), list[bool]()
+    first.on_round = lambda orders, *_: hints.append(orders.verify is not None and orders.verify.goes_on)
+    executor.rounds.clear()
+    for _ in range(3):
+        loop.step()
+    # the step in flight is taken, and no other is launched; then both share a forward, and go on together
+    assert [one[:2] for one in executor.rounds] == [(1, 0), (2, 19), (2, 0)]
+    assert hints == [False, True, True] and len(new.output) == 2 and len(first.output) == 6
+    long = joined(loop, 2, 300)
+    executor.rounds.clear()
+    while not long.output:
+        loop.step()
+    assert [one[:2] for one in executor.rounds][:2] == [(2, 0), (2, 64)]
+    assert all(tokens for _, tokens, _ in executor.rounds[1:])
 
 
 def test_prompts_take_turns() -> None:

@@ -19,7 +19,14 @@ from specbranch.core.market import Grant, LaneOffer, RowOffer, granted, let_draf
 from specbranch.core.members import Member
 from specbranch.core.methods import MethodRounds
 from specbranch.core.orders import Orders, Prefill, Reports
-from specbranch.core.prefill_budget import Prefills, PromptCosts, RoundLimits, rows_of
+from specbranch.core.prefill_budget import (
+    Prefills,
+    PromptCosts,
+    RoundLimits,
+    launches_ahead,
+    rows_of,
+    without_launch_ahead,
+)
 from specbranch.core.request import Request
 from specbranch.core.runner import TimesForwards
 from specbranch.core.session import RoundWatcher, Session
@@ -121,6 +128,7 @@ class Loop:
         self.out_of_pages: dict[int, PoolFull] = {}  # the sessions that found no free page in the last round
         self._live: dict[int, Member] = {}
         self._preempted: dict[int, Member] = {}
+        self._launched: frozenset[int] = frozenset()  # sessions whose next step runs on the device already
 
     @property
     def limits(self) -> RoundLimits:
@@ -144,8 +152,10 @@ class Loop:
     def join(self, session: Session, method: MethodRounds) -> None:
         """Add a session; it takes part from the next round on."""
         session.stats.started, session.batch_size = self.executor.now(), len(self._live) + 1
-        if self.costs is not None and not self._live:
-            self.costs.pause()  # the time since the last round was idle: it is no host time
+        if not self._live:  # the time since the last round was idle
+            self._prefills.costs.pause()
+            if self.costs is not None:
+                self.costs.pause()
         try:
             self.executor.open(session.number, session.request)
             first = next(method)
@@ -170,9 +180,10 @@ class Loop:
             return []
         started = self.executor.now()
         reports = self._run(batch)
+        self._note_launched(batch)
         if self.costs is not None:
             self.costs.observe(batch, reports)
-        self._prefills.costs.observe(batch, reports)
+        self._prefills.costs.observe(batch, reports, self.executor.now())
         self._count_waiting(batch, self.executor.now() - started, self.executor.restarts - restarts)
         for number in reports:
             self._live[number].session.stats.late_captures += self.executor.late_captures - late
@@ -268,7 +279,17 @@ class Loop:
         chunks for the others."""
         self._grant_rows()
         batch = {number: member.orders for number, member in self._ready().items() if member.orders}
-        return self._prefills.add(batch, [member for member in self._live.values() if not member.paused])
+        members = [member for member in self._live.values() if not member.paused]
+        launched = {number: orders for number, orders in batch.items() if number in self._launched}
+        if launched and len(launched) < len(members) and launches_ahead(launched):
+            # Other rows would discard the step that the device computes already: they wait for one round.
+            return without_launch_ahead(launched)
+        return self._prefills.add(batch, members)
+
+    def _note_launched(self, batch: Mapping[int, Orders]) -> None:
+        """Note the sessions whose next step a device has launched with this round of the target."""
+        if self.costs is not None and self.costs.launches_ahead and any(o.verify or o.prefill for o in batch.values()):
+            self._launched = frozenset(batch) if launches_ahead(batch) else frozenset()
 
     def _deliver(self, member: Member, orders: Orders, reports: Reports) -> None:
         """Hand a session its reports. An error here ends this session alone; the others still get theirs."""

@@ -67,56 +67,81 @@ class PrefillBudget:
         return taken
 
 
-class PromptCosts:
-    """The seconds that prompt tokens add to a round with decode rows, learned from such rounds.
+class TimesBySize:
+    """Medians of the latest seconds, by size; sizes between two powers of two share theirs."""
 
-    Until enough rounds are timed, the runner's own table of forwards serves (`TimesForwards`), if it has one.
+    def __init__(self) -> None:
+        self._times: dict[int, deque[tuple[int, float]]] = {}
+
+    def add(self, size: int, seconds: float) -> None:
+        """Learn a time."""
+        self._times.setdefault(size.bit_length(), deque(maxlen=ROUNDS_KEPT)).append((size, seconds))
+
+    def points(self) -> list[tuple[int, float]]:
+        """Return seconds by size, ascending, where enough times are known."""
+        trusted = [times for _, times in sorted(self._times.items()) if len(times) >= TIMES_BEFORE_USE]
+        return [(round(median(n for n, _ in times)), median(s for _, s in times)) for times in trusted]
+
+
+class PromptCosts:
+    """The seconds that prompt tokens add to the gap between two tokens of a decoding session, learned from rounds.
+
+    A gap is the time between the ends of two rounds of the target. So it includes drafting, and the host's work.
+    Until enough gaps are timed, the learned seconds of a forward serve, or the runner's table (`TimesForwards`).
     """
 
     def __init__(self, costs: LearnedCosts | None = None, table: TimesForwards | None = None) -> None:
-        """Know nothing yet; `costs`: learned seconds of rounds without prompt tokens."""
+        """Know nothing yet; `costs`: learned seconds of forwards without prompt tokens."""
         self._costs, self._table = costs, table
-        self._added: dict[int, deque[tuple[int, float]]] = {}  # tokens and seconds, by the bit length of the tokens
+        self._gaps = TimesBySize()  # without prompt tokens, by decode rows
+        self._added = TimesBySize()  # what prompt tokens add, by their number
+        self._ended: float | None = None  # when the last round of the target ended
 
-    def observe(self, batch: Mapping[int, Orders], reports: Mapping[int, Reports]) -> None:
-        """Learn from a round that computed prompt tokens beside decode rows."""
+    def pause(self) -> None:
+        """Note an idle pause: the time to the next round is no gap."""
+        self._ended = None
+
+    def observe(self, batch: Mapping[int, Orders], reports: Mapping[int, Reports], now: float) -> None:
+        """Learn from a round that has just ended."""
         span = next((report.verifying for report in reports.values() if report.verifying), None)
-        if span is None or not any(orders.verify for orders in batch.values()):
+        if span is None:  # drafting counts as a part of the next gap
+            return
+        before, self._ended = self._ended, now
+        if before is None or not any(orders.verify for orders in batch.values()):
             return
         tokens = sum(prompt.read for prompt in span.prompts.values())
-        usual = self._usual(span.tokens - tokens)
-        if tokens and usual is not None:
-            times = self._added.setdefault(tokens.bit_length(), deque(maxlen=ROUNDS_KEPT))
-            times.append((tokens, max(span.seconds - usual, 0.0)))
+        if not tokens:
+            self._gaps.add(span.tokens, now - before)
+        elif (usual := self._usual(span.tokens - tokens)) is not None:
+            self._added.add(tokens, max(now - before - usual, 0.0))
 
     def most_tokens(self, rows: int) -> int | None:
         """Return how many prompt tokens fit beside so many decode rows; None: nothing is known."""
         usual = self._usual(rows)
         if usual is None:
             return None
-        allowed = (LONGEST_ROUND - 1.0) * usual
-        if points := self._points():
-            return min(_most_within(points, allowed), MOST_PROMPT_TOKENS)
-        return self._most_by_table(rows, allowed)
+        if points := self._added.points():
+            return min(_most_within(points, (LONGEST_ROUND - 1.0) * usual), MOST_PROMPT_TOKENS)
+        return self._most_by_table(rows)
 
     def _usual(self, rows: int) -> float | None:
-        """Return the seconds of a round of so many decode rows, without prompt tokens; None: unknown."""
+        """Return the seconds of a gap with so many decode rows and no prompt tokens; None: unknown."""
+        points = self._gaps.points()
+        if points and points[0][0].bit_length() <= rows.bit_length() <= points[-1][0].bit_length():
+            return seconds_at(points, rows, slope=0.0)
         if rows > 0 and self._costs is not None and self._costs.covers(rows):
             return self._costs.target_seconds(rows)
         return self._table.forward_seconds(rows) if rows > 0 and self._table else None
 
-    def _points(self) -> list[tuple[int, float]]:
-        """Return seconds by tokens, ascending, where enough rounds were timed."""
-        trusted = [times for _, times in sorted(self._added.items()) if len(times) >= TIMES_BEFORE_USE]
-        return [(round(median(n for n, _ in times)), median(s for _, s in times)) for times in trusted]
-
-    def _most_by_table(self, rows: int, allowed: float) -> int | None:
-        if self._table is None or (usual := self._table.forward_seconds(rows)) is None:
+    def _most_by_table(self, rows: int) -> int | None:
+        """Return how many prompt tokens make a forward at most LONGEST_ROUND times as long, by the runner's table."""
+        table = self._table
+        if table is None or (usual := table.forward_seconds(rows)) is None:
             return None
 
         def fits(tokens: int) -> bool:
-            seconds = self._table.forward_seconds(rows + tokens) if self._table else None
-            return seconds is not None and seconds - usual <= allowed
+            seconds = table.forward_seconds(rows + tokens)
+            return seconds is not None and seconds <= LONGEST_ROUND * usual
 
         return _largest(fits, MOST_PROMPT_TOKENS)
 
@@ -145,7 +170,7 @@ class Prefills:
         self._prefill_late_drafts(decoding, batch, draft)
         if any(orders.prefill for orders in batch.values()):
             # The next prefill chunk would discard a decode step that was launched ahead.
-            return {number: _without_launch_ahead(orders) for number, orders in batch.items()}
+            return without_launch_ahead(batch)
         return batch
 
     def _budgets(self, batch: Mapping[int, Orders]) -> tuple[PrefillBudget, PrefillBudget]:
@@ -237,8 +262,18 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return least
 
 
-def _without_launch_ahead(orders: Orders) -> Orders:
+def launches_ahead(batch: Mapping[int, Orders]) -> bool:
+    """True if all orders of a round are plain decoding that goes on: a device launches the next step with it."""
+    verifies = [orders.verify for orders in batch.values()]
+    return all(verify is not None and verify.goes_on and not verify.tokens for verify in verifies)
+
+
+def without_launch_ahead(batch: Mapping[int, Orders]) -> dict[int, Orders]:
     """Return the same orders without `goes_on` and `follows`: the model launches nothing ahead."""
+    return {number: _without_hints(orders) for number, orders in batch.items()}
+
+
+def _without_hints(orders: Orders) -> Orders:
     verify = orders.verify
     if verify is None or not (verify.goes_on or verify.follows):
         return orders
