@@ -39,9 +39,9 @@ class Counting(GpuRunner):
 
     ran = 0
 
-    def _chosen(self, *given: Any, **named: Any) -> Any:
+    def _start(self, *given: Any, **named: Any) -> Any:
         self.ran += 1
-        return super()._chosen(*given, **named)
+        return super()._start(*given, **named)
 
 
 @pytest.fixture(scope="module")
