@@ -102,6 +102,7 @@ def test_a_row_has_the_same_bits_among_many(count: int, runner: NativeRunner) ->
     for seq, text in enumerate(texts):
         runner.open(seq, GREEDY)
         runner.extend(seq, text)
+    runner.flush()
     torch.cuda.synchronize()
     runner.memory.data[runner._sequences[1].table.pages[0], :, :, :, 0] = float("nan")
     feeds = [Feed(seq, (seq % 300,), (ROOT,)) for seq in range(count)]

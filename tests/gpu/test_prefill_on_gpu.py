@@ -62,6 +62,7 @@ def read(runner: NativeRunner, seq: int, text: list[int]) -> torch.Tensor:
     """Prefill a prompt; return its KV cache [tokens, layers, 2, kv_heads, head_dim]."""
     runner.open(seq, GREEDY)
     runner.extend(seq, text)
+    runner.flush()
     kv_slots = runner._sequences[seq].table.flat(np.arange(len(text)))
     torch.cuda.synchronize()  # it was read on the runner's own stream
     return runner.memory.data[torch.from_numpy(kv_slots // PAGE), :, :, :, torch.from_numpy(kv_slots % PAGE)].cpu()
@@ -90,7 +91,7 @@ def test_a_row_that_saw_its_successor_would_be_noticed() -> None:
 
 
 def test_chunks_are_a_gpus_and_flash_runs_where_it_can(runner: NativeRunner, folder: Path) -> None:
-    assert runner.prefill_chunk == PREFILL_CHUNKS["cuda"] and runner.decoder.attend_chunk is attend_by_flash
+    assert runner.prefill_chunk == 1 and runner.decoder.attend_chunk is attend_by_flash
     wide = load_native(folder, context_length=3000, device="cuda", dtype=torch.float32, cache_tokens=4000)
     assert wide.prefill_chunk == PREFILL_CHUNKS["cuda"] and wide.decoder.attend_chunk is attend_masked
     # the kernel takes heads of at most 256
@@ -106,6 +107,7 @@ def test_a_prompt_that_is_read_again_has_the_same_bits(runner: NativeRunner) -> 
     runner.rewind(0, 0)
     runner.close(1)
     runner.extend(0, tokens(3000))
+    runner.flush()
     runner.close(0)
     assert torch.equal(read(runner, 0, tokens(3000)), expected)
     assert not torch.equal(read(runner, 1, [5, *tokens(3000)[1:]]), expected)
@@ -132,6 +134,7 @@ def test_reading_a_prompt_waits_for_nothing(runner: NativeRunner) -> None:
         torch.cuda.set_sync_debug_mode("error" if turn else "default")
         try:
             runner.extend(0, tokens(7000))
+            runner.flush()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         runner.close(0)
@@ -143,7 +146,7 @@ def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(
     expected = read(runner, 0, tokens(6000))
     runner.close(0)
     runner.open(0, GREEDY)
-    real, left = runner.decoder.store, [1]
+    real, left = runner._graphs.run_brought, [1]  # type: ignore[attr-defined]
 
     def interrupted(*given: Any) -> None:
         real(*given)
@@ -152,8 +155,9 @@ def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(
         left[0] -= 1
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runner.decoder, "store", interrupted)
+        patch.setattr(runner._graphs, "run_brought", interrupted)  # type: ignore[attr-defined]
         runner.extend(0, tokens(6000))
+        runner.flush()
     runner.check()
     assert len(runner.slots(0)) == 0 and runner.pool.free == runner.pool.pages
     other = read(runner, 1, tokens(500, seed=4))  # while the device may still be at work on what was given up

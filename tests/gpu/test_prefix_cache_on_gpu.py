@@ -6,6 +6,7 @@ This holds behind graphs, behind steps launched ahead, and with shared pages.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specbranch.core.orders import PrefillCount
+from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.gpu.runner import GpuRunner
@@ -66,6 +68,7 @@ def both(loaded: list[NativeRunner]) -> Iterator[list[NativeRunner]]:
 
 
 def bits(runner: NativeRunner, seq: int) -> torch.Tensor:
+    runner.flush()
     torch.cuda.synchronize()  # it was read on the runner's own stream
     return held_bits(runner, seq).cpu()
 
@@ -75,7 +78,7 @@ def logits(runner: NativeRunner, seq: int, token: int) -> torch.Tensor:
 
 
 def test_a_prompt_that_begins_like_another_has_the_bits_of_reading_it(both: list[NativeRunner]) -> None:
-    base, chunk = tokens(7000), both[0].prefill_chunk
+    base, chunk = tokens(7000), lcm(both[0].prefill_chunk, PAGE)
     prompts = [base[:5000], base[:5000], base[:4999], (*base[:3000], *tokens(1500, seed=2)), base[:6500], base[:20]]
     whole = [n - n % chunk for n in (0, 0, 4998, 3000, 4999, 0)]
     for seq, (prompt, known) in enumerate(zip(prompts, whole, strict=True)):
@@ -90,7 +93,7 @@ def test_a_prompt_that_begins_like_another_has_the_bits_of_reading_it(both: list
 
 
 def test_chunks_that_are_prefilled_in_turns_are_prefilled_once(both: list[NativeRunner]) -> None:
-    prompt, chunk = tokens(5001), both[0].prefill_chunk
+    prompt, chunk = tokens(5001), lcm(both[0].prefill_chunk, PAGE)
     for runner in both:
         for seq in range(3):
             runner.open(seq, GREEDY)
@@ -111,7 +114,7 @@ def test_a_second_turn_prefills_the_answer_the_incomplete_chunk_and_what_is_new(
         conversation(runner, [tokens(4500), tokens(700, seed=2), tokens(300, seed=3)]) for runner in both
     )
     assert text == expected
-    chunk = both[0].prefill_chunk
+    chunk = lcm(both[0].prefill_chunk, PAGE)
     lengths, before = [4499, 5229, 5559], [0, 4499, 5229]  # the last token of each is a step
     cached = [length - length % chunk for length in before]
     assert found == [PrefillCount(length - known, known) for length, known in zip(lengths, cached, strict=True)]

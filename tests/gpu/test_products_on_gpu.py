@@ -42,10 +42,11 @@ def multiplied(
     if sums is not None:
         squares = torch.ones(len(held), sums.shape[1], device="cuda")
         squares[:rows] = sums
-    weight, _, scale = product.tensors()
-    how = {**product.how(rows, False), "PARTS": 1}
+    _, scale = product.tensors()
+    of_x, weight = product.operands(held, product.tiles(rows))
+    how = {**product.how(rows, False), "PARTS": 1, "UNIT": product.tiles(rows).cut.step}
     product_kernels.scored[grid](
-        held, weight, scale, squares, out, 0.0, rows, product.outs, product.ins, NORMS=squares.shape[1], **how
+        of_x, weight, scale, squares, out, 0.0, rows, product.outs, product.ins, NORMS=squares.shape[1], **how
     )
     return out[:rows]
 
@@ -57,17 +58,17 @@ def test_a_row_has_the_same_bits_in_a_tile_of_any_size(
 ) -> None:
     torch.manual_seed(outs)
     weight = torch.randn(outs, ins, device="cuda", dtype=dtype) * ins**-0.5
-    spread = torch.exp(torch.randn(512, ins, device="cuda"))  # numbers of very different sizes: orders of sums show
-    x = (torch.randn(512, ins, device="cuda") * spread).to(dtype)
+    spread = torch.exp(torch.randn(2048, ins, device="cuda"))  # numbers of very different sizes: orders of sums show
+    x = (torch.randn(2048, ins, device="cuda") * spread).to(dtype)
     linear = PlainLinear(weight, None) if stored == "plain" else StoredLinear(Matrix(weight).stored_as(stored))
     expected = (
         x.float()
         @ (weight if stored == "plain" else Matrix(linear.weight, None, linear.scale).widened(torch.float32)).float().T
     ).cpu()
-    rows = (0, 15, 17, 31, 64, 100, 129, 300, 511)
+    rows = (0, 15, 17, 31, 64, 100, 129, 300, 511, 2047)
     alone = torch.cat([multiplied(name, linear, x[row : row + 1]) for row in rows])
     assert (alone.cpu() - expected[list(rows)]).abs().max() < 0.001 * x.float().norm(dim=1).max()
-    for count in (16, 18, 32, 64, 128, 130, 256, 512):
+    for count in (16, 18, 32, 64, 128, 130, 256, 512, 2048):
         among = multiplied(name, linear, x[:count])
         for at, row in enumerate(rows):
             if row < count:

@@ -137,8 +137,10 @@ def both_steps(seed: int, kernel: Any, device: str) -> tuple[Any, Any, int]:
 def assert_same_step(one: Any, other: Any, moved: int) -> None:
     assert one[:3] == other[:3]
     mine, theirs, rows = one[3], other[3], one[0]
-    for name in ("tokens", "positions", "slots", "shared", "own_count", "groups", "tables", "choosing"):
+    for name in ("tokens", "positions", "slots", "shared", "own_count", "groups", "choosing"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+    pages = int(mine.positions.max()) // 256 + 1  # the host leaves out pages that no row reads
+    assert torch.equal(mine.tables[:pages], theirs.tables[:pages])
     assert torch.equal(mine.counts[:3], theirs.counts[:3])
     assert torch.equal(mine.moves[:, :moved], theirs.moves[:, :moved])
     for row in range(one[1].rows):

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
+import torch
+
 from specbranch.config import SamplingParams
 from specbranch.core.orders import Context, Verify
 from specbranch.core.pages import Pool
@@ -146,7 +148,7 @@ def run_outside_graphs(runner: NativeRunner) -> None:
     If there is no memory for that, it is left out: the first request that needs it takes a little longer.
     """
     for request in OUTSIDE_GRAPHS:
-        with _without_prefix_cache(runner), suppress(SpecBranchError):
+        with _without_prefix_cache(runner), suppress(SpecBranchError, torch.OutOfMemoryError):
             run_request(runner, request)
 
 
