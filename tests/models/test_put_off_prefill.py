@@ -6,7 +6,11 @@ sequence that leaves before it, change nothing for the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count as count_up
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,15 @@ import numpy as np
 import pytest
 import torch
 
+from specbranch.config import SamplingParams
+from specbranch.core.orders import Context, Orders, Prefill, Reports, Verify
 from specbranch.core.pages import PAGE
+from specbranch.core.request import Request
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import PoolFull
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.fused_step import STEP_ROWS
@@ -232,3 +241,74 @@ def test_a_shared_page_is_copied_while_chunks_of_both_are_pending(made: Any) -> 
         apart.extend(0, more)
         apart.flush()
         assert torch.equal(bits(runner, seq), bits(apart, 0))
+
+
+def rounds(executor: Serial, texts: dict[int, list[int]], interrupted: Callable[[], Any]) -> list[list[int]]:
+    """Decode a session while the prompts of others are prefilled, then decode all; repeat what is interrupted."""
+
+    def run(orders: dict[int, Orders]) -> dict[int, Reports]:
+        while True:
+            try:
+                with interrupted():
+                    return executor.run(orders)
+            except KeyboardInterrupt:
+                runner = executor.target.runner
+                assert isinstance(runner, NativeRunner)
+                runner.check()
+
+    def verify(session: int) -> Orders:
+        return Orders(verify=Verify(Context(0, tuple(texts[session]))))
+
+    held = dict.fromkeys(texts, 0)
+    texts[0].append(run({0: verify(0)})[0].verdict.token)  # type: ignore[union-attr]
+    for _ in range(3):
+        orders = {0: verify(0)}
+        for session in (1, 2):
+            text = texts[session]
+            prefill = Prefill(Context(held[session], tuple(text[held[session] : -1]), text), 64)
+            orders[session] = Orders(prefill=prefill)
+        reports = run(orders)
+        held |= {session: reports[session].reached or 0 for session in (1, 2)}
+        texts[0].append(reports[0].verdict.token)  # type: ignore[union-attr]
+    for _ in range(3):
+        reports = run({session: verify(session) for session in texts})
+        for session, report in reports.items():
+            texts[session].append(report.verdict.token)  # type: ignore[union-attr]
+    return list(texts.values())
+
+
+@pytest.mark.parametrize("name", ["_store_chunks", "_forward", "_publish", "_reserve"])
+def test_rounds_that_are_interrupted_anywhere_and_repeated_give_the_same_texts(name: str, made: Any) -> None:
+    def decoded(interrupts: Iterator[bool]) -> tuple[list[list[int]], int]:
+        runner, count = made(), 0
+        real = getattr(runner, name)
+
+        def interrupted(*given: Any) -> Any:
+            nonlocal count
+            if next(interrupts):
+                count += 1
+                raise KeyboardInterrupt
+            return real(*given)
+
+        @contextmanager
+        def patched() -> Iterator[None]:
+            setattr(runner, name, interrupted)
+            try:
+                yield
+            finally:
+                setattr(runner, name, real)
+
+        verifier = Verifier(runner)
+        texts = {seq: list(PROMPTS[at]) for seq, at in enumerate((0, 4, 2))}
+        for seq, text in texts.items():
+            verifier.open(seq, Request(SamplingParams(temperature=0.7), seq, len(text)))
+        return rounds(Serial(verifier), texts, patched), count
+
+    expected, _ = decoded(repeat(False))
+    interrupts = 0
+    for seed in range(4):
+        rng = random.Random(seed)
+        found, count = decoded(rng.random() < 0.3 for _ in count_up())
+        interrupts += count
+        assert found == expected
+    assert interrupts > 1 or isinstance(made(), GpuRunner)
