@@ -312,3 +312,109 @@ def test_rounds_that_are_interrupted_anywhere_and_repeated_give_the_same_texts(n
         interrupts += count
         assert found == expected
     assert interrupts > 1 or isinstance(made(), GpuRunner)
+
+
+class Twins:
+    """The same random work on a runner that puts prefill off, and on one that computes it at once.
+
+    `drops`: chunks are dropped before they are computed; then the prefix cache never serves them, and may differ.
+    """
+
+    def __init__(self, made: Any, seed: int, drops: bool) -> None:
+        pages = 60 if drops else 6
+        self.rng, self.runners, self.drops = random.Random(seed), (made(pages), made(pages)), drops
+        self.base, self.other = tuple(some_tokens(700, seed=1)), tuple(some_tokens(700, seed=2))
+        self.open: list[int] = []
+        self.numbers = iter(count_up())
+        self.full = self.known = self.put_off = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            what = self.rng.choice((self.ask, self.ask, self.more, self.rewind, self.decode, self.close))
+            what() if self.open else self.ask()
+            self.runners[1].flush()
+            self.put_off += bool(self.runners[0]._pending)
+            for runner in self.runners:
+                runner.check()
+            if self.rng.random() < 0.2:
+                self.compare()
+        self.compare()
+
+    def both(self, act: Callable[[NativeRunner], Any]) -> Any:
+        """Do the same on both; what it returns, and whether it finds pages, is the same."""
+        found = []
+        for runner in self.runners:
+            try:
+                found.append(act(runner))
+            except PoolFull as error:
+                found.append(str(error))
+                self.full += 1
+            self.runners[1].flush()
+        assert self.drops or found[0] == found[1]
+        return found[0]
+
+    def ask(self) -> None:
+        seq = next(self.numbers)
+        shared, new = self.rng.choice((0, 20, 256, 300, 520)), self.rng.choice((1, 9, 30, 200))
+        text = (*self.base[:shared], *self.other[:new])
+
+        def act(runner: NativeRunner) -> int:
+            runner.open(seq, GREEDY)
+            known = runner.recall(seq, text)
+            runner.extend(seq, text[known:])
+            return known
+
+        found = self.both(act)
+        self.known += bool(found) and isinstance(found, int)
+        self.open.append(seq)
+
+    def more(self) -> None:
+        seq, tokens = self.rng.choice(self.open), self.other[: self.rng.choice((3, 70))]
+        self.both(lambda runner: runner.extend(seq, tokens))
+
+    def rewind(self) -> None:
+        seq, runner = self.rng.choice(self.open), self.runners[0]
+        chunks = len(runner.slots(seq).prefix) // runner.prefill_chunk
+        length = self.rng.randint(0, chunks) * runner.prefill_chunk
+        self.before_drop()
+        self.both(lambda runner: runner.rewind(seq, length))
+
+    def decode(self) -> None:
+        work = [Feed(seq, (3, 4, 5), (ROOT, ROOT, 1)) for seq in self.rng.sample(self.open, 1)]
+
+        def act(runner: NativeRunner) -> None:
+            for feed in work:
+                runner.demand(feed.seq, 3)
+            runner.feed(work)
+            for feed in work:
+                runner.keep(feed.seq, (1, 2), 2)
+
+        self.both(act)
+
+    def close(self) -> None:
+        seq = self.open.pop(self.rng.randrange(len(self.open)))
+        self.before_drop()
+        self.both(lambda runner: runner.close(seq))
+
+    def before_drop(self) -> None:
+        if not self.drops:
+            self.runners[0].flush()
+
+    def compare(self) -> None:
+        for runner in self.runners:
+            runner.flush()
+            if isinstance(runner, GpuRunner):
+                runner._up({})
+        for seq in self.open:
+            assert self.runners[0].slots(seq).prefix == self.runners[1].slots(seq).prefix
+            assert torch.equal(bits(self.runners[0], seq), bits(self.runners[1], seq))
+        assert self.drops or self.runners[0].pool.free == self.runners[1].pool.free
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_prefill_that_is_put_off_leaves_what_prefill_at_once_leaves(seed: int, drops: bool, made: Any) -> None:
+    twins = Twins(made, seed, drops)
+    twins.run(60)
+    assert twins.known > 2 and (twins.full > 2) != drops
+    assert twins.put_off > 5 or isinstance(twins.runners[0], GpuRunner)
