@@ -26,6 +26,10 @@ MISTAKES = {
     "top_p above 1": (["--top-p", "1.5"], "top_p is 1.5"),
     "top_k below 1": (["--top-k", "0"], "top_k is 0"),
     "no tokens": (["--max-tokens", "0"], "max_tokens is 0"),
+    "no batched tokens": (
+        ["--max-num-batched-tokens", "0"],
+        "max_num_batched_tokens is 0; expected a whole number ≥ 1",
+    ),
     "no speculation": (["--num-speculative-tokens", "0"], "num_speculative_tokens is 0"),
     "bias without a number": (["--logit-bias", "5"], "such as 42:-1.5"),
     "bias of a word": (["--logit-bias", "the:5"], "such as 42:-1.5"),

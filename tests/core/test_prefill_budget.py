@@ -199,6 +199,14 @@ def test_a_long_prompt_among_decoding_sessions_makes_no_round_much_longer(chunk:
     assert all(rows >= 8 for rows, *_ in executor.rounds)
 
 
+def test_a_measured_budget_is_at_most_that_of_a_round_in_which_nobody_decodes() -> None:
+    loop, executor = warmed(limits=RoundLimits(prefill_chunk=1, prompt_tokens=64, prompt_tokens_alone=100))
+    long = joined(loop, 99, 2000)
+    while not long.output:
+        loop.step()
+    assert max(tokens for _, tokens, _ in executor.rounds) == 100
+
+
 def test_a_prompt_that_fits_gives_its_first_token_in_that_round() -> None:
     loop, executor = warmed()
     shorts = [joined(loop, number, 20) for number in (20, 21)]

@@ -6,7 +6,11 @@ sequence that leaves before it, change nothing for the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count as count_up
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,15 @@ import numpy as np
 import pytest
 import torch
 
+from specbranch.config import SamplingParams
+from specbranch.core.orders import Context, Orders, Prefill, Reports, Verify
 from specbranch.core.pages import PAGE
+from specbranch.core.request import Request
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import PoolFull
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.fused_step import STEP_ROWS
@@ -232,3 +241,180 @@ def test_a_shared_page_is_copied_while_chunks_of_both_are_pending(made: Any) -> 
         apart.extend(0, more)
         apart.flush()
         assert torch.equal(bits(runner, seq), bits(apart, 0))
+
+
+def rounds(executor: Serial, texts: dict[int, list[int]], interrupted: Callable[[], Any]) -> list[list[int]]:
+    """Decode a session while the prompts of others are prefilled, then decode all; repeat what is interrupted."""
+
+    def run(orders: dict[int, Orders]) -> dict[int, Reports]:
+        while True:
+            try:
+                with interrupted():
+                    return executor.run(orders)
+            except KeyboardInterrupt:
+                runner = executor.target.runner
+                assert isinstance(runner, NativeRunner)
+                runner.check()
+
+    def verify(session: int) -> Orders:
+        return Orders(verify=Verify(Context(0, tuple(texts[session]))))
+
+    held = dict.fromkeys(texts, 0)
+    texts[0].append(run({0: verify(0)})[0].verdict.token)  # type: ignore[union-attr]
+    for _ in range(3):
+        orders = {0: verify(0)}
+        for session in (1, 2):
+            text = texts[session]
+            prefill = Prefill(Context(held[session], tuple(text[held[session] : -1]), text), 64)
+            orders[session] = Orders(prefill=prefill)
+        reports = run(orders)
+        held |= {session: reports[session].reached or 0 for session in (1, 2)}
+        texts[0].append(reports[0].verdict.token)  # type: ignore[union-attr]
+    for _ in range(3):
+        reports = run({session: verify(session) for session in texts})
+        for session, report in reports.items():
+            texts[session].append(report.verdict.token)  # type: ignore[union-attr]
+    return list(texts.values())
+
+
+@pytest.mark.parametrize("name", ["_store_chunks", "_forward", "_publish", "_reserve"])
+def test_rounds_that_are_interrupted_anywhere_and_repeated_give_the_same_texts(name: str, made: Any) -> None:
+    def decoded(interrupts: Iterator[bool]) -> tuple[list[list[int]], int]:
+        runner, count = made(), 0
+        real = getattr(runner, name)
+
+        def interrupted(*given: Any) -> Any:
+            nonlocal count
+            if next(interrupts):
+                count += 1
+                raise KeyboardInterrupt
+            return real(*given)
+
+        @contextmanager
+        def patched() -> Iterator[None]:
+            setattr(runner, name, interrupted)
+            try:
+                yield
+            finally:
+                setattr(runner, name, real)
+
+        verifier = Verifier(runner)
+        texts = {seq: list(PROMPTS[at]) for seq, at in enumerate((0, 4, 2))}
+        for seq, text in texts.items():
+            verifier.open(seq, Request(SamplingParams(temperature=0.7), seq, len(text)))
+        return rounds(Serial(verifier), texts, patched), count
+
+    expected, _ = decoded(repeat(False))
+    interrupts = 0
+    for seed in range(4):
+        rng = random.Random(seed)
+        found, count = decoded(rng.random() < 0.3 for _ in count_up())
+        interrupts += count
+        assert found == expected
+    assert interrupts > 1 or isinstance(made(), GpuRunner)
+
+
+class Twins:
+    """The same random work on a runner that puts prefill off, and on one that computes it at once.
+
+    `drops`: chunks are dropped before they are computed; then the prefix cache never serves them, and may differ.
+    """
+
+    def __init__(self, made: Any, seed: int, drops: bool) -> None:
+        pages = 60 if drops else 6
+        self.rng, self.runners, self.drops = random.Random(seed), (made(pages), made(pages)), drops
+        self.base, self.other = tuple(some_tokens(700, seed=1)), tuple(some_tokens(700, seed=2))
+        self.open: list[int] = []
+        self.numbers = iter(count_up())
+        self.full = self.known = self.put_off = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            what = self.rng.choice((self.ask, self.ask, self.more, self.rewind, self.decode, self.close))
+            what() if self.open else self.ask()
+            self.runners[1].flush()
+            self.put_off += bool(self.runners[0]._pending)
+            for runner in self.runners:
+                runner.check()
+            if self.rng.random() < 0.2:
+                self.compare()
+        self.compare()
+
+    def both(self, act: Callable[[NativeRunner], Any]) -> Any:
+        """Do the same on both; what it returns, and whether it finds pages, is the same."""
+        found = []
+        for runner in self.runners:
+            try:
+                found.append(act(runner))
+            except PoolFull as error:
+                found.append(str(error))
+                self.full += 1
+            self.runners[1].flush()
+        assert self.drops or found[0] == found[1]
+        return found[0]
+
+    def ask(self) -> None:
+        seq = next(self.numbers)
+        shared, new = self.rng.choice((0, 20, 256, 300, 520)), self.rng.choice((1, 9, 30, 200))
+        text = (*self.base[:shared], *self.other[:new])
+
+        def act(runner: NativeRunner) -> int:
+            runner.open(seq, GREEDY)
+            known = runner.recall(seq, text)
+            runner.extend(seq, text[known:])
+            return known
+
+        found = self.both(act)
+        self.known += bool(found) and isinstance(found, int)
+        self.open.append(seq)
+
+    def more(self) -> None:
+        seq, tokens = self.rng.choice(self.open), self.other[: self.rng.choice((3, 70))]
+        self.both(lambda runner: runner.extend(seq, tokens))
+
+    def rewind(self) -> None:
+        seq, runner = self.rng.choice(self.open), self.runners[0]
+        chunks = len(runner.slots(seq).prefix) // runner.prefill_chunk
+        length = self.rng.randint(0, chunks) * runner.prefill_chunk
+        self.before_drop()
+        self.both(lambda runner: runner.rewind(seq, length))
+
+    def decode(self) -> None:
+        work = [Feed(seq, (3, 4, 5), (ROOT, ROOT, 1)) for seq in self.rng.sample(self.open, 1)]
+
+        def act(runner: NativeRunner) -> None:
+            for feed in work:
+                runner.demand(feed.seq, 3)
+            runner.feed(work)
+            for feed in work:
+                runner.keep(feed.seq, (1, 2), 2)
+
+        self.both(act)
+
+    def close(self) -> None:
+        seq = self.open.pop(self.rng.randrange(len(self.open)))
+        self.before_drop()
+        self.both(lambda runner: runner.close(seq))
+
+    def before_drop(self) -> None:
+        if not self.drops:
+            self.runners[0].flush()
+
+    def compare(self) -> None:
+        for runner in self.runners:
+            runner.flush()
+            if isinstance(runner, GpuRunner):
+                runner._up({})
+        for seq in self.open:
+            assert self.runners[0].slots(seq).prefix == self.runners[1].slots(seq).prefix
+            assert torch.equal(bits(self.runners[0], seq), bits(self.runners[1], seq))
+        assert self.drops or self.runners[0].pool.free == self.runners[1].pool.free
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_prefill_that_is_put_off_leaves_what_prefill_at_once_leaves(seed: int, drops: bool, made: Any) -> None:
+    twins = Twins(made, seed, drops)
+    twins.run(60)
+    assert twins.known > 2 and (twins.full > 2) != drops
+    assert twins.put_off > 5 or isinstance(twins.runners[0], GpuRunner)

@@ -20,8 +20,8 @@ from specbranch.core.members import Member
 from specbranch.core.orders import Orders, Reports, Verify
 from specbranch.core.runner import TimesForwards
 
-# A round with prompt tokens may take this many times as long as one without. Then the longest gaps between two tokens
-# of a decoding session, at p99, are at most twice its usual gap.
+# Prompt tokens may make the gap between two tokens of a decoding session this many times as long. The aim is a gap at
+# p99 of at most twice the median.
 LONGEST_ROUND = 1.8
 MOST_PROMPT_TOKENS = 8192  # of a round that also decodes
 TIMES_BEFORE_USE = 3  # rounds of about one size; fewer are not trusted, as the first may include a setup
@@ -37,7 +37,8 @@ class RoundLimits:
 
     `prompt_tokens` is the prefill budget of a round that also decodes, until the costs of prompt tokens are measured.
     None: a round prefills whole prompts. At least one chunk, and one token for each decoding session, always fit.
-    `prompt_tokens_alone` is the budget of a round in which nobody decodes. None: whole prompts.
+    `prompt_tokens_alone` is the budget of a round in which nobody decodes, and the most of any other. None: whole
+    prompts.
     `batched_tokens` (`max_num_batched_tokens`): the most decode rows and prompt tokens of a round together, instead of
     both budgets. Decode rows always run, and at least one chunk of a prompt.
     """
@@ -187,7 +188,7 @@ class Prefills:
         if most is None:
             return sys.maxsize
         if decoding and (measured := self.costs.most_tokens(rows)) is not None:
-            most = measured
+            most = min(measured, limits.prompt_tokens_alone or measured)
         return max(most, limits.prefill_chunk, decoding)
 
     def _prefill_orders(
