@@ -180,7 +180,7 @@ class Loop:
             return []
         started = self.executor.now()
         reports = self._run(batch)
-        self._note_launched(batch)
+        self._note_launched(batch, reports)
         if self.costs is not None:
             self.costs.observe(batch, reports)
         self._prefills.costs.observe(batch, reports, self.executor.now())
@@ -281,15 +281,28 @@ class Loop:
         batch = {number: member.orders for number, member in self._ready().items() if member.orders}
         members = [member for member in self._live.values() if not member.paused]
         launched = {number: orders for number, orders in batch.items() if number in self._launched}
-        if launched and len(launched) < len(members) and launches_ahead(launched):
+        if not launched or not launches_ahead(launched):
+            return self._prefills.add(batch, members)
+        if len(launched) < len(batch):
             # Other rows would discard the step that the device computes already: they wait for one round.
             return without_launch_ahead(launched)
-        return self._prefills.add(batch, members)
+        return self._prefills.add(batch, members, ahead=True)
 
-    def _note_launched(self, batch: Mapping[int, Orders]) -> None:
-        """Note the sessions whose next step a device has launched with this round of the target."""
-        if self.costs is not None and self.costs.launches_ahead and any(o.verify or o.prefill for o in batch.values()):
-            self._launched = frozenset(batch) if launches_ahead(batch) else frozenset()
+    def _note_launched(self, batch: Mapping[int, Orders], reports: Mapping[int, Reports]) -> None:
+        """Note the sessions whose next step a device has launched with this round of the target.
+
+        These are sessions that decode, and those whose prompt has ended in this round.
+        """
+        verifies = {number: orders for number, orders in batch.items() if orders.verify}
+        prefills = {number: orders.prefill for number, orders in batch.items() if orders.prefill}
+        if self.costs is None or not self.costs.launches_ahead or not (verifies or prefills):
+            return
+        joined = {
+            number
+            for number, order in prefills.items()
+            if order.last is not None and number in reports and reports[number].reached == len(order.on)
+        }
+        self._launched = frozenset({*verifies, *joined} if verifies and launches_ahead(verifies) else ())
 
     def _deliver(self, member: Member, orders: Orders, reports: Reports) -> None:
         """Hand a session its reports. An error here ends this session alone; the others still get theirs."""

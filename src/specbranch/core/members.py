@@ -59,10 +59,11 @@ class Member:
         draft = self.orders.draft if self.orders else None
         return self.session.request.by_ratio and not (isinstance(draft, Draft) and draft.plan.length == 0)
 
-    def prefill_order(self, start: int, most: int) -> Prefill:
-        """Order a model to prefill about `most` tokens from `start` on."""
+    def prefill_order(self, start: int, most: int, joins: bool = False) -> Prefill:
+        """Order a model to prefill about `most` tokens from `start` on; `joins`: the next round decodes."""
         tokens = self.session.tokens
-        return Prefill(Context(start, tuple(tokens[start : len(tokens) - 1]), tokens), most)
+        on = Context(start, tuple(tokens[start : len(tokens) - 1]), tokens)
+        return Prefill(on, most, tokens[-1] if joins else None)
 
     def restart_prefill(self) -> None:
         """Note that neither model holds any of its tokens."""

@@ -147,11 +147,13 @@ class Grow:
 class Prefill:
     """Prefill the committed sequence `on` by about `most` tokens: whole chunks of the prompt, then steps.
 
-    It asks for no tokens; the worker answers with its new length (`Reached`).
+    It asks for no tokens; the worker answers with its new length (`Reached`). `last`: the token behind `on`, if the
+    next round decodes it. A device that launches the next step ahead may include it.
     """
 
     on: Context
     most: int
+    last: int | None = None
     announces: ClassVar[bool] = False
     until_target: ClassVar[bool] = False
 

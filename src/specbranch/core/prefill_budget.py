@@ -158,20 +158,21 @@ class Prefills:
         """Return the next turn of prefill."""
         return next(self._turns)
 
-    def add(self, batch: dict[int, Orders], members: Sequence[Member]) -> dict[int, Orders]:
-        """Return the orders of a target round: those of `batch`, and prefill for the other members."""
+    def add(self, batch: dict[int, Orders], members: Sequence[Member], ahead: bool = False) -> dict[int, Orders]:
+        """Return the orders of a target round: those of `batch`, and prefill for the other members.
+
+        `ahead`: the device has launched the step of `batch` already. So the others only prefill, and a prompt that ends
+        joins the step that is launched with this round.
+        """
         target, draft = self._budgets(batch)
         by_turn = sorted(members, key=lambda member: member.prefill_turn)
         decoding = [member for member in by_turn if member.session.number in batch]
         for member in [member for member in by_turn if member.session.number not in batch]:
-            if orders := self._prefill_orders(member, target, draft, alone=len(members) == 1):
+            if orders := self._prefill_orders(member, target, draft, alone=len(members) == 1, ahead=ahead):
                 batch[member.session.number] = orders
         if target.used == 0:
             draft.left *= DRAFT_PREFILL_FACTOR
         self._prefill_late_drafts(decoding, batch, draft)
-        if any(orders.prefill for orders in batch.values()):
-            # The next prefill chunk would discard a decode step that was launched ahead.
-            return without_launch_ahead(batch)
         return batch
 
     def _budgets(self, batch: Mapping[int, Orders]) -> tuple[PrefillBudget, PrefillBudget]:
@@ -192,7 +193,7 @@ class Prefills:
         return max(most, limits.prefill_chunk, decoding)
 
     def _prefill_orders(
-        self, member: Member, target: PrefillBudget, draft: PrefillBudget, alone: bool
+        self, member: Member, target: PrefillBudget, draft: PrefillBudget, alone: bool, ahead: bool
     ) -> Orders | None:
         """Return prefill orders for a session, or its own orders if the budget covers all that is uncomputed.
 
@@ -201,7 +202,8 @@ class Prefills:
         """
         uncomputed, draft_uncomputed = member.uncomputed, member.draft_uncomputed
         taken, draft_taken = target.take(uncomputed), draft.take(draft_uncomputed)
-        if member.orders and taken == uncomputed and self._has_row(target):
+        ends = member.orders is not None and taken == uncomputed and self._has_row(target)
+        if member.orders and ends and not ahead:
             if draft_taken == draft_uncomputed:
                 return member.orders
             if member.orders.verify and not (alone or member.needs_draft):
@@ -209,9 +211,11 @@ class Prefills:
         if not taken and not draft_taken:
             return None
         member.prefill_turn = self.next_turn()
+        verify = member.orders.verify if member.orders else None
+        joins = ahead and ends and verify is not None and _rows(verify) == 1
         return Orders(
             draft=member.prefill_order(member.draft_prefilled, draft_taken) if draft_taken else None,
-            prefill=member.prefill_order(member.prefilled, taken) if taken else None,
+            prefill=member.prefill_order(member.prefilled, taken, joins) if taken else None,
         )
 
     def _has_row(self, target: PrefillBudget) -> bool:

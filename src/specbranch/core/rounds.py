@@ -99,15 +99,18 @@ def whole(
     session: Session, config: SpeculativeConfig, policy: Policy, decode: Decode, with_draft: bool
 ) -> MethodRounds:
     """Decode a request from its prompt to its end."""
-    verdict = yield from prefill(session, with_draft)
+    verdict = yield from prefill(session, with_draft, goes_on=decode is autoregressive)
     policy.observe(NOTHING, verdict)
     yield from decode(session, config, policy)
 
 
-def prefill(session: Session, with_draft: bool) -> Generator[Orders, Reports, Verdict]:
-    """Prefill in both models; the target adds the first token. Nothing of this counts as decoding."""
+def prefill(session: Session, with_draft: bool, goes_on: bool = False) -> Generator[Orders, Reports, Verdict]:
+    """Prefill in both models; the target adds the first token. Nothing of this counts as decoding.
+
+    `goes_on`: plain decoding follows.
+    """
     draft = session.draft(PREFILL) if with_draft else None
-    reports = yield Orders(draft, session.verify())
+    reports = yield Orders(draft, session.verify_plainly() if goes_on else session.verify())
     session.stats.take(reports)
     verdict = verdict_of(reports)
     session.commit((), verdict)

@@ -313,6 +313,15 @@ class ReceivesTrees(Protocol):
 
 
 @runtime_checkable
+class JoinsAhead(Protocol):
+    """A Runner that launches the next decode step ahead, and can include sequences that begin to decode with it."""
+
+    def join_ahead(self, seq: int, token: int) -> None:
+        """Include the token behind a prompt in the next step, if this round launches that ahead."""
+        ...
+
+
+@runtime_checkable
 class PadsForwards(Protocol):
     """A Runner that pads its forwards, so that some more rows cost nothing."""
 

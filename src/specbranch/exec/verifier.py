@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from specbranch.core.forecast import Forecaster
 from specbranch.core.orders import NO_PREFILL, Aside, Branch, Context, Prefill, Receiver, Verdict, Verify
-from specbranch.core.runner import NO_TOKEN, Feed, Head, Judged, ReceivesTrees, Runner, Trial, Verdicts
+from specbranch.core.runner import NO_TOKEN, Feed, Head, JoinsAhead, Judged, ReceivesTrees, Runner, Trial, Verdicts
 from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT
 from specbranch.errors import SpecBranchError
@@ -70,6 +70,7 @@ class Verifier(Worker):
         super().__init__(runner)
         self.forecaster = forecaster
         self._receives = runner if isinstance(runner, ReceivesTrees) else None
+        self._joins_ahead = runner if isinstance(runner, JoinsAhead) else None
 
     @property
     def begun(self) -> Callable[[], float] | None:
@@ -119,6 +120,8 @@ class Verifier(Worker):
             try:
                 with self.releasing(session):
                     reached[session] = self.continue_prefill(session, order)
+                if order.last is not None and reached[session] == len(order.on) and self._joins_ahead is not None:
+                    self._joins_ahead.join_ahead(session, order.last)
             except SpecBranchError as error:
                 failed[session] = error
         return reached, failed

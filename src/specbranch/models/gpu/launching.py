@@ -238,18 +238,18 @@ class StepLauncher(NativeRunner):
         least, spare = self._graphs.step.least, self.pool.pages * PAGE
         return pack(rows, spare, choosing, moves, least, chunks, self._tile_rows)
 
-    def _start_with_prefill(self, rows: list[Rows], choosing: Choosing) -> Ran:
+    def _start_with_prefill(self, rows: list[Rows], choosing: Choosing, timed: bool = True) -> Ran:
         """Run rows as one step that samples, which also computes prefill that was put off.
 
         What does not fit into the step is computed before it.
         """
         if not self._pending or not self._graphs.step.takes_chunks:
             self.flush()
-            return self._start(rows, choosing, 1, timed=True)
+            return self._start(rows, choosing, 1, timed=timed)
         pending = self._pending.held()
         try:
             chunks = self._compute_until(pending, len(choosing.said))
-            ran = self._start(rows, choosing, 1, timed=True, chunks=chunks)
+            ran = self._start(rows, choosing, 1, timed=timed, chunks=chunks)
             self._computed(pending)
         except BaseException:
             self._drop_pending()
@@ -394,7 +394,6 @@ class StepLauncher(NativeRunner):
             super()._copy(copies)
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        self._ahead = None  # a page that it wrote to may be free by now, and may be written
         with self._here():
             super()._extend(seq, tokens)
 

@@ -9,7 +9,7 @@ not asked for has no effect.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -57,6 +57,7 @@ class GpuRunner(StepLauncher):
             self._grower = TreeGrower(self._graphs, self._most_pages, spare, self.transfer)
         self._chains = ChainSheets(spare, step.least, context_length)
         self._receiver = DeviceReceiver(spare, self._graphs.input, step.least, self._graphs.captures)
+        self._joining: dict[int, int] = {}  # by sequence, the token that it begins to decode with
         self.begun: DeviceMoment | None = None
         self.grown_at: DeviceMoment | None = None
 
@@ -226,6 +227,7 @@ class GpuRunner(StepLauncher):
                 return self._verify_shaped(work, rows, trials, spots)
             results, at = self._results(work, rows, trials, spots, row_numbers)
             said = self._go_on(rows, trials, spots, at)
+            self._joining = {}
 
         def judged() -> list[Judged]:
             follows = len(trials) == 1 and trials[0].order.follows is not None and rows[0].start == rows[0].prefix
@@ -322,7 +324,7 @@ class GpuRunner(StepLauncher):
     ) -> tuple[Reading, list[list[int]]]:
         """Start the step, unless it was started ahead; returns its results, and the rows of each trial in them."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and not self._moves and not self._pending and ahead.reads(work, rows):
+        if ahead is not None and not self._moves and ahead.reads(work, rows):
             if isinstance(ahead, Ahead):
                 return ahead.results, [[ahead.rows[trial.seq]] for trial in trials]
             self.begun = ahead.begun
@@ -348,14 +350,45 @@ class GpuRunner(StepLauncher):
         fits = all(part.start + 1 < min(len(part.table.pages) * PAGE, self._context_length) for part in rows)
         if not fits or not asking.are_chosen_in_graph(after):
             return None
-        there = [
-            Rows(part.table, [-1 - kv_slot], part.start + 1, part.start + 1, [1])
-            for part, (kv_slot,) in zip(rows, at, strict=True)
-        ]
-        _, results = self._chosen(there, asking.choosing_of(len(there), enumerate(after)), 1)
-        kv_slots = {trial.seq: (part.start, int(part.kv_slots()[0])) for trial, part in zip(trials, there, strict=True)}
-        self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, kv_slots, results)
+        there = {
+            trial.seq: Rows(part.table, [-1 - kv_slot], part.start + 1, part.start + 1, [1])
+            for trial, part, (kv_slot,) in zip(trials, rows, at, strict=True)
+        }
+        joining = self._joining_rows(there)
+        after += [Spot(self._requests[seq], part.start + 1, list) for seq, part in joining.items()]
+        there |= joining
+        ran = self._start_with_prefill(
+            list(there.values()), asking.choosing_of(len(there), enumerate(after)), timed=False
+        )
+        kv_slots = {seq: (part.start, int(part.kv_slots()[0])) for seq, part in there.items()}
+        results = self._read_later(ran, len(there))
+        tokens = {seq: part.tokens[0] for seq, part in joining.items()}
+        self._ahead = Ahead({seq: row for row, seq in enumerate(there)}, kv_slots, results, tokens)
         return self._ahead.tokens
+
+    def join_ahead(self, seq: int, token: int) -> None:
+        """Include the token behind a prompt in the next step, if this round launches that ahead."""
+        self._joining[seq] = token
+
+    def _joining_rows(self, decoding: Mapping[int, Rows]) -> dict[int, Rows]:
+        """Return the rows of sequences that begin to decode, as far as they fit into a step with those that do."""
+        found: dict[int, Rows] = {}
+        for seq, token in self._joining.items():
+            sequence = self._sequences.get(seq)
+            if seq in decoding or sequence is None or sequence.slots.tokens:
+                continue
+            start = len(sequence.slots.prefix)
+            part = Rows(sequence.table, [token], start, start, [1])
+            if start + 1 >= self._context_length or not self._is_one_step([*decoding.values(), *found.values(), part]):
+                continue
+            if not asking.is_chosen_in_graph(Spot(self._requests[seq], start + 1, list)):
+                continue
+            try:
+                self._reserve(sequence, start, start + 1)
+            except CacheFull:
+                continue
+            found[seq] = part
+        return found
 
     def _write_chains(self, seq: int, part: Rows, root: int, done: Done) -> None:
         """Pack the steps that may follow a verdict, first those after full acceptance and full rejection."""
