@@ -238,12 +238,13 @@ class EngineCore:
         if not sessions:
             return
         method, config = decoding.method, decoding.config
-        if isinstance(target, WarmsUp):
-            target.warm_up(target_sizes(method, config, sessions, decoding.wants_forecast))
-        for draft in warming(drafts) if method.uses_draft else ():
-            draft.warm_up(draft_sizes(method, config, sessions))
+        with not_late(self.models.runners):
             if isinstance(target, WarmsUp):
-                target.warm_up_receiver(draft)
+                target.warm_up(target_sizes(method, config, sessions, decoding.wants_forecast))
+            for draft in warming(drafts) if method.uses_draft else ():
+                draft.warm_up(draft_sizes(method, config, sessions))
+                if isinstance(target, WarmsUp):
+                    target.warm_up_receiver(draft)
 
     def _rehearse(self, decoding: Decoding) -> None:
         """Time the pair if the method plans by costs and too few of them are known."""

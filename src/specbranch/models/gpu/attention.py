@@ -63,6 +63,10 @@ PROGRAMS = 256  # programs that share the blocks of a step of one sequence, abou
 BATCH_PROGRAMS = 1024  # the same for several sequences
 # Groups with at most so many blocks are one program, by the least number of rows: many rows leave no program idle.
 WHOLE_BLOCKS = ((32, 8), (1, 2))
+# Programs that share the blocks of a tile of a prompt, by the least number of rows of the step; tiles with at most
+# WHOLE_CHUNK_BLOCKS blocks are one program.
+CHUNK_SPLITS = ((1024, 1), (512, 2), (256, 4), (128, 8), (1, 16))
+WHOLE_CHUNK_BLOCKS = 4
 EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel starts only when the one before it has ended
 
 
@@ -108,8 +112,11 @@ def attend_by_kernels(
     tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "PATH_BLOCK": PATH_BLOCK}
     if out is None:  # products read whole tiles of rows
         out = queries.new_empty(-(-total // GROUP_ROWS) * GROUP_ROWS, heads * head_dim)[:total]
+    chunks = step.tiles is not None and not sampled_only
+    split_chunks = _by_rows(CHUNK_SPLITS, total) if chunks else 1
     # Within a capture this is memory of the graphs' pool, which all layers and graphs use in turn.
-    partial = partial_slots(rows, heads, head_dim, queries.element_size(), step.most_pages, block)
+    results_of = total if split_chunks > 1 else rows
+    partial = partial_slots(results_of, heads, head_dim, queries.element_size(), step.most_pages, block)
     sums = queries.new_empty(partial, head_dim)
     tops, totals = queries.new_empty(2, partial, dtype=torch.float32)
     scale = math.log2(math.e) / math.sqrt(head_dim)  # the kernels take powers of 2
@@ -135,17 +142,18 @@ def attend_by_kernels(
             OWN=LONGEST_OWN, TILE=max(BATCH_GROUP_ROWS * padded, 16), WHOLE=whole, SPLITS=splits,
             num_warps=BATCH_WARPS, num_stages=_by_rows(BATCH_STAGES, rows), **how,
         )  # fmt: skip
-    kernels.join[(rows, kv_heads if batch else heads)](
-        sums, tops, totals, step.shared, step.counts, out, **shape, BATCH=batch, COUNT=share if batch else 1,
-        num_warps=JOIN_WARPS, **how,
-    )  # fmt: skip
-    if step.tiles is not None and not sampled_only:
+    if chunks and step.tiles is not None:
         tile_rows = chunk_tile_rows(share)
-        kernels.attend_chunks[(len(step.tiles), kv_heads)](
-            queries, keys, values, out, step.tiles, step.tables, scale, keys.stride(0), **shape, **tiling,
-            TILE_ROWS=tile_rows, num_warps=CHUNK_WARPS if tile_rows * padded > CHUNK_ROWS else WARPS,
+        kernels.attend_chunks[(len(step.tiles), kv_heads, split_chunks)](
+            queries, keys, values, sums, tops, totals, out, step.tiles, step.tables, step.counts, scale, keys.stride(0),
+            rows, partial, **shape, **tiling, TILE_ROWS=tile_rows, TOTAL=total, WHOLE=WHOLE_CHUNK_BLOCKS,
+            SPLITS=split_chunks, num_warps=CHUNK_WARPS if tile_rows * padded > CHUNK_ROWS else WARPS,
             num_stages=CHUNK_STAGES, **how,
         )  # fmt: skip
+    kernels.join[(results_of, kv_heads if batch else heads)](
+        sums, tops, totals, step.shared, step.positions, step.counts, out, rows, partial, **shape, BATCH=batch,
+        COUNT=share if batch else 1, TOTAL=total, num_warps=JOIN_WARPS, **how,
+    )  # fmt: skip
     return out
 
 

@@ -18,11 +18,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specbranch.models.forward.step_rows import GROUP_POSITIONS as _GROUP_POSITIONS
+from specbranch.models.gpu.layout import LONGEST_COUNT as _LONGEST_COUNT
 from specbranch.models.gpu.layout import SAMPLED_COUNT as _SAMPLED_COUNT
 from specbranch.models.gpu.layout import SHARED_COUNT as _SHARED_COUNT
+from specbranch.models.gpu.layout import USED_COUNT as _USED_COUNT
 
 GROUP_POSITIONS = tl.constexpr(_GROUP_POSITIONS)
-SAMPLED_COUNT, SHARED_COUNT = tl.constexpr(_SAMPLED_COUNT), tl.constexpr(_SHARED_COUNT)
+LONGEST_COUNT, SAMPLED_COUNT = tl.constexpr(_LONGEST_COUNT), tl.constexpr(_SAMPLED_COUNT)
+SHARED_COUNT, USED_COUNT = tl.constexpr(_SHARED_COUNT), tl.constexpr(_USED_COUNT)
 UNROLLED = tl.constexpr(8)  # partial results that `join` loads at a time
 
 
@@ -275,24 +278,50 @@ def _store_out(out, at, live, acc, total, DIM: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit
-def attend_chunks(q, keys, values, out, tiles, tables, scale, page_stride,
+def _chunk_results(counts, rows, room, HEADS: tl.constexpr, BLOCK: tl.constexpr, TOTAL: tl.constexpr):
+    """Return where results of rows of prompts are stored: how many a row and head has, their shift, if they fit.
+
+    They come behind the results of the `rows` sampled rows.
+    """
+    sampled = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
+    slots = 1 + tl.cdiv(tl.load(counts + LONGEST_COUNT), BLOCK)
+    before = (rows * HEADS).to(tl.int64) * sampled
+    return slots, before - (rows * HEADS).to(tl.int64) * slots, before + (TOTAL - rows) * HEADS * slots <= room
+
+
+@triton.jit(do_not_specialize=["rows", "room"])
+def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, counts, scale, page_stride, rows,
+                  room,
                   HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
                   WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-                  TILE_ROWS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+                  TILE_ROWS: tl.constexpr, TOTAL: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
+                  EARLY: tl.constexpr):  # fmt: skip
     """Attend from a tile of rows of one prompt to all positions up to each row, through the page table.
 
-    The last tiles come first: they have most to read.
+    The last tiles come first: they have most to read. Of a tile with many blocks, SPLITS programs share the blocks, if
+    there is `room` for their results; otherwise the first program computes all.
     """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     tile = tiles + 4 * (tl.num_programs(0) - 1 - tl.program_id(0))
     head = tl.program_id(1)
+    split = tl.program_id(2)
     count = tl.load(tile + 1)
-    if count > 0:
+    start = tl.load(tile + 3)
+    most = tl.maximum((start + count - 1) // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
+    blocks = tl.cdiv(most, BLOCK)
+    slots, shift, fits = _chunk_results(counts, rows, room, HEADS, BLOCK, TOTAL)
+    tops += shift
+    totals += shift
+    sums += shift * DIM
+    whole = (blocks <= WHOLE) | (fits == 0)
+    if SPLITS == 1:
+        whole = blocks >= 0
+    works = (split == 0) | ((whole == 0) & (split < blocks))
+    if (count > 0) & works:
         dtype = values.dtype.element_ty
         table = tables + tl.load(tile + 2)
-        start = tl.load(tile + 3)
         m = tl.arange(0, TILE_ROWS * PADDED)
         within = m // PADDED
         live = (within < count) & (m % PADDED < SHARE)
@@ -300,37 +329,50 @@ def attend_chunks(q, keys, values, out, tiles, tables, scale, page_stride,
         queries = _load_queries(q, at, live, DIM, WIDTH)
         position = start + within
         end = tl.maximum(position // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
-        top = tl.full((TILE_ROWS * PADDED,), float("-inf"), tl.float32)
-        total = tl.zeros((TILE_ROWS * PADDED,), tl.float32)
-        acc = tl.zeros((TILE_ROWS * PADDED, WIDTH), tl.float32)
-        ones = tl.full((PATH_BLOCK, 16), 1.0, dtype)
-        for begin in range(
-            tl.maximum(start // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS, start + count, PATH_BLOCK
-        ):  # own paths
-            k, v = _shared_keys(
-                keys, values, table, begin, start + count, head, page_stride, DIM, WIDTH, PAGE, PATH_BLOCK
-            )
-            j = begin + tl.arange(0, PATH_BLOCK)
-            seen = (j[None, :] >= end[:, None]) & (j[None, :] <= position[:, None])
-            top, total, acc = _more(_scores(queries, k, seen, scale), v, ones, top, total, acc)
-        average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
-        acc = average.to(tl.float32) * total[:, None]
-        most = tl.maximum((start + count - 1) // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
         many = tl.full((BLOCK, 16), 1.0, dtype)
-        for block in range(tl.cdiv(most, BLOCK)):
-            k, v = _shared_keys(keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK)
-            seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
-            top, total, acc = _merged(top, total, acc, *_block(queries, k, v, many, seen, scale))
-        _store_out(out, at, live, acc, total, DIM, WIDTH)
+        if split == 0:
+            top = tl.full((TILE_ROWS * PADDED,), float("-inf"), tl.float32)
+            total = tl.zeros((TILE_ROWS * PADDED,), tl.float32)
+            acc = tl.zeros((TILE_ROWS * PADDED, WIDTH), tl.float32)
+            ones = tl.full((PATH_BLOCK, 16), 1.0, dtype)
+            for begin in range(
+                tl.maximum(start // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS, start + count, PATH_BLOCK
+            ):  # own paths
+                k, v = _shared_keys(
+                    keys, values, table, begin, start + count, head, page_stride, DIM, WIDTH, PAGE, PATH_BLOCK
+                )
+                j = begin + tl.arange(0, PATH_BLOCK)
+                seen = (j[None, :] >= end[:, None]) & (j[None, :] <= position[:, None])
+                top, total, acc = _more(_scores(queries, k, seen, scale), v, ones, top, total, acc)
+            average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
+            if whole:
+                acc = average.to(tl.float32) * total[:, None]
+                for block in range(blocks):
+                    k, v = _shared_keys(
+                        keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK
+                    )
+                    seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
+                    top, total, acc = _merged(top, total, acc, *_block(queries, k, v, many, seen, scale))
+                _store_out(out, at, live, acc, total, DIM, WIDTH)
+                if SPLITS > 1:
+                    tl.store(totals + at.to(tl.int64) * slots, total * 0.0, mask=live & (m * 0 < fits.to(tl.int32)))
+            else:
+                _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
+        if whole == 0:
+            _leave_blocks(
+                queries, keys, values, sums, tops, totals, table, end, most, split, SPLITS, at, live, head, scale,
+                page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK,
+            )  # fmt: skip
 
 
-@triton.jit
-def join(sums, tops, totals, shared, counts, out,
+@triton.jit(do_not_specialize=["rows", "room"])
+def join(sums, tops, totals, shared, positions, counts, out, rows, room,
          HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr,
-         COUNT: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+         COUNT: tl.constexpr, TOTAL: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Merge the results of one row and COUNT heads: the own path, then the blocks that the row shares, in order.
 
-    In a step of several sequences (BATCH), padding has no results, and some rows are done.
+    In a step of several sequences (BATCH), padding has no results, and some rows are done. Rows from `rows` on are
+    those of prompts.
     """
     if EARLY:
         gdc_wait()
@@ -338,19 +380,29 @@ def join(sums, tops, totals, shared, counts, out,
     row = tl.program_id(0)
     at = row * HEADS + tl.program_id(1) * COUNT
     slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
+    shift = at.to(tl.int64) * 0
     left = COUNT
+    end = tl.load(shared + row, mask=row < rows, other=0)
     if BATCH:
-        is_done = (row >= tl.load(counts + SAMPLED_COUNT)) | (tl.load(totals + at.to(tl.int64) * slots) == 0.0)
-        left = tl.where(is_done, 0, COUNT)
-    blocks = tl.cdiv(tl.load(shared + row), BLOCK)
+        of_prompt = row >= rows
+        chunk_slots, chunk_shift, fits = _chunk_results(counts, rows, room, HEADS, BLOCK, TOTAL)
+        slots = tl.where(of_prompt, chunk_slots, slots)
+        shift = tl.where(of_prompt, chunk_shift, shift)
+        last = tl.where(of_prompt, tl.load(counts + USED_COUNT), tl.load(counts + SAMPLED_COUNT))
+        there = (row < last) & ((of_prompt == 0) | fits)
+        result = tl.load(totals + at.to(tl.int64) * slots + shift, mask=there, other=0.0)
+        left = tl.where(result == 0.0, 0, COUNT)
+        position = tl.load(positions + row)
+        end = tl.where(of_prompt, tl.maximum(position // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS, end)
+    blocks = tl.cdiv(end, BLOCK)
     for head in range(left):
-        _join_head(sums, tops, totals, out, at + head, slots, blocks, DIM, WIDTH)
+        first = (at + head).to(tl.int64) * slots + shift
+        _join_head(sums, tops, totals, out, at + head, first, blocks, DIM, WIDTH)
 
 
 @triton.jit
-def _join_head(sums, tops, totals, out, at, slots, blocks, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Merge the results of one row and head."""
-    first = at.to(tl.int64) * slots
+def _join_head(sums, tops, totals, out, at, first, blocks, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Merge the results of one row and head, which begin at `first`."""
     d = tl.arange(0, WIDTH)
     total = tl.load(totals + first)
     top = tl.load(tops + first)

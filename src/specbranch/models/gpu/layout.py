@@ -36,9 +36,9 @@ ALL_ROWS = 3  # sections with one number per row, those of prompts included: tok
 PER_ROW = 5  # the same and those of sampled rows: shared, own_count
 # sections, by number
 ROWS_SECTION, CHOICE_SECTION, GROUPS_SECTION, OWN_SECTION, COUNTS_SECTION, MOVES_SECTION, TILES_SECTION = range(7)
-# entries of the section of counts: moves; depth of the deepest row; most shared positions of a row; rows in use, with
-# padding of sampled rows and with rows of prompts; sampled rows without padding
-MOVED_COUNT, DEPTH_COUNT, SHARED_COUNT, USED_COUNT, SAMPLED_COUNT = range(5)
+# entries of the section of counts: moves; depth of the deepest row; most shared positions of a sampled row; rows in
+# use, with padding of sampled rows and with rows of prompts; sampled rows without padding; length of the longest prompt
+MOVED_COUNT, DEPTH_COUNT, SHARED_COUNT, USED_COUNT, SAMPLED_COUNT, LONGEST_COUNT = range(6)
 SHIFT = PAGE.bit_length() - 1
 ROOT_ROW, NO_ROW = -1, -2  # values of `said`: the row is a root, the row can never be accepted
 ONE = int(np.float32(1.0).view(np.int32))
@@ -233,6 +233,7 @@ def pack(
         counts[MOVED_COUNT] = moves.shape[1]
         _section(packed, bucket, MOVES_SECTION)[:, : moves.shape[1]] = moves
     if chunks:
+        counts[LONGEST_COUNT] = max([chunk.start + len(chunk.tokens) for chunk in chunks])
         begins = [end - fixed for end in ends[len(work) :]]
         counts[USED_COUNT] = _write_chunks(chunks, bucket, begins, all_rows, packed, tile_rows)
     return packed, bucket
