@@ -47,12 +47,11 @@ class Table:
 class PaddedTable:
     """Times of a large model on a GPU: a forward is padded to a power of two, its decode rows before that."""
 
-    SECONDS = {64: 0.0058, 128: 0.0058, 256: 0.0073, 512: 0.0128, 1024: 0.0234, 2048: 0.0487}
-
     def forward_seconds(self, rows: int, prompt_tokens: int = 0) -> float | None:
         if prompt_tokens:
             rows = next(padded for padded in (16, 64, 256, 512) if padded >= rows)
-        return next((seconds for size, seconds in self.SECONDS.items() if size >= rows + prompt_tokens), None)
+        sizes = {64: 0.0058, 128: 0.0058, 256: 0.0073, 512: 0.0128, 1024: 0.0234, 2048: 0.0487}
+        return next((seconds for size, seconds in sizes.items() if size >= rows + prompt_tokens), None)
 
 
 def observed(costs: PromptCosts, rows: int, tokens: int, seconds: float) -> None:
