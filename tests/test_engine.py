@@ -330,6 +330,18 @@ def test_n_samples_read_their_prompt_once(
             assert [(one.stats[read], one.stats[cached]) for one in without] == [(whole, 0)] * 4
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_garbage_collections_skip_what_was_loaded_until_the_llm_is_gone(closed: bool, pair: tuple[str, str]) -> None:
+    gc.unfreeze()
+    llm = LLM(pair[0], device="cpu")
+    assert gc.get_freeze_count() > 1000
+    if closed:
+        llm.close()
+    else:
+        del llm
+    assert gc.get_freeze_count() == 0
+
+
 def test_a_chat_goes_on_without_reading_it_all_again(pair: tuple[str, str]) -> None:
     said: list[Message] = [{"role": "user", "content": f"{PROMPT} " * 12}]
     params = SamplingParams(max_tokens=20, ignore_eos=True)

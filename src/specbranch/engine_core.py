@@ -6,6 +6,7 @@ does. Invariant: however an answer ends (finished, closed early, Ctrl-C), the pa
 
 from __future__ import annotations
 
+import gc
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -231,6 +232,7 @@ class EngineCore:
         save_kinds(self.models.runners)
         self.loop.close()
         self.experiences.write(last=True)
+        gc.unfreeze()
 
     def _warm_up(self, decoding: Decoding) -> None:
         """Get both models ready for all steps that the method can order."""

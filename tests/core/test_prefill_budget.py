@@ -39,8 +39,19 @@ class Table:
     def __init__(self, most: int = 10_000) -> None:
         self.most = most
 
-    def forward_seconds(self, rows: int) -> float | None:
+    def forward_seconds(self, rows: int, prompt_tokens: int = 0) -> float | None:
+        rows += prompt_tokens
         return None if rows > self.most else 0.004 + max(rows - 64, 0) * 1e-5
+
+
+class PaddedTable:
+    """Times of a large model on a GPU: a forward is padded to a power of two, its decode rows before that."""
+
+    def forward_seconds(self, rows: int, prompt_tokens: int = 0) -> float | None:
+        if prompt_tokens:
+            rows = next(padded for padded in (16, 64, 256, 512) if padded >= rows)
+        sizes = {64: 0.0058, 128: 0.0058, 256: 0.0073, 512: 0.0128, 1024: 0.0234, 2048: 0.0487}
+        return next((seconds for size, seconds in sizes.items() if size >= rows + prompt_tokens), None)
 
 
 def observed(costs: PromptCosts, rows: int, tokens: int, seconds: float) -> None:
@@ -265,6 +276,38 @@ def test_a_new_prompt_does_not_discard_a_step_that_was_launched_ahead() -> None:
         loop.step()
     tokens = [tokens for _, tokens, _ in executor.rounds]
     assert tokens[0] > 0 and sum(tokens) == 299 and tokens[-1] == 0
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("decoding", range(1, 64, 3))
+def test_with_a_table_no_forward_with_prompts_takes_twice_as_long_from_the_first_round_on(
+    decoding: int, learned: bool
+) -> None:
+    table, limits = PaddedTable(), RoundLimits(prefill_chunk=1, prompt_tokens=256, prompt_tokens_alone=1984)
+    prefills = Prefills(PromptCosts(table=table), limits)
+    for _ in range(3 * learned):
+        observed(prefills.costs, decoding, 0, 0.006)
+        observed(prefills.costs, decoding, 300, 0.006)  # as if 300 tokens had cost nothing
+    tokens = prefills._prompt_tokens(decoding, decoding, [39] * (64 - decoding))
+    ending = min(tokens // 39, 64 - decoding)
+    seconds, usual = table.forward_seconds(decoding + ending, tokens), table.forward_seconds(decoding)
+    assert tokens >= 128 and seconds is not None and usual is not None and seconds <= 2 * usual
+
+
+def test_a_request_that_ends_does_not_keep_the_next_step_of_the_others_from_being_launched() -> None:
+    executor = OneForward(toy(1), gpu_like)
+    limits = RoundLimits(prefill_chunk=1, prompt_tokens=64)
+    loop = Loop(executor, costs=LearnedCosts(launches_ahead=True), limits=limits)
+    short, long = joined(loop, 0, 3), joined(loop, 1, 3)
+    short.limit = len(short.tokens) + 3
+    while not short.finished:
+        loop.step()
+    joined(loop, 2, 20)
+    executor.rounds.clear()
+    for _ in range(2):
+        loop.step()
+    # the prompt that takes its place goes with the step that is launched ahead
+    assert [one[:2] for one in executor.rounds] == [(1, 19), (2, 0)] and not long.finished
 
 
 def test_prompts_take_turns() -> None:

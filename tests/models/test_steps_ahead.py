@@ -4,6 +4,7 @@ changes."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,28 @@ def test_texts_are_those_of_the_reference_whoever_joins_leaves_or_is_shaped(
     assert texts[0] == texts[1]
     runners[1].check()
     assert runners[1].pool.free == runners[1].pool.pages
+
+
+def test_a_request_that_ends_leaves_the_step_that_is_launched_ahead_to_the_others(
+    runners: tuple[NativeRunner, Counting],
+) -> None:
+    request, said = Request(SamplingParams(temperature=0.0), 1, 20), []
+    for runner in runners:
+        verifier, texts = Verifier(runner), [some_tokens(20, seed=seq) for seq in range(3)]
+        for seq in range(3):
+            verifier.open(seq, request)
+        for turn in range(4):
+            live = range(3) if turn < 2 else (0, 2)
+            orders = {seq: Verify(Context(0, tuple(texts[seq])), goes_on=True) for seq in live}
+            if turn == 1:
+                orders[1] = replace(orders[1], goes_on=False, ends=True)
+            for seq, verdict in verifier.judge(verifier.score(orders, {})[0], {}).items():
+                texts[seq].append(verdict.token)
+            if turn == 1:
+                verifier.free(1)
+        said.append(texts)
+    assert said[0] == said[1]
+    assert runners[1].ran == 5  # each turn launches the step of the next one, too
 
 
 @pytest.mark.parametrize("what", ["another token", "the same again", "rewound", "closed"])

@@ -302,6 +302,8 @@ def test_a_forward_takes_the_time_of_the_next_larger_kind(pair: Pair) -> None:
     warmed(pair, "autoregressive", 64)
     assert [target.forward_seconds(rows) for rows in (1, 2, 5, 64)] == [0.001, 0.004, 0.016, 0.064]
     assert target.forward_seconds(130) == pytest.approx(0.128 + 0.004)
+    # beside prompt tokens 2 decode rows are padded to 16, and 17 to 64
+    assert [target.forward_seconds(rows, 40) for rows in (2, 17)] == [0.064, pytest.approx(0.064 + 0.064)]
     assert [time.rows for time in target.step_times()] == sorted(time.rows for time in target.step_times())
     assert draft.step_times() == []
 

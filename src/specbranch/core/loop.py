@@ -302,7 +302,8 @@ class Loop:
             for number, order in prefills.items()
             if order.last is not None and number in reports and reports[number].reached == len(order.on)
         }
-        self._launched = frozenset({*verifies, *joined} if verifies and launches_ahead(verifies) else ())
+        going_on = {number for number, orders in verifies.items() if orders.verify and orders.verify.goes_on}
+        self._launched = frozenset(going_on | joined if verifies and launches_ahead(verifies) else ())
 
     def _deliver(self, member: Member, orders: Orders, reports: Reports) -> None:
         """Hand a session its reports. An error here ends this session alone; the others still get theirs."""

@@ -189,8 +189,9 @@ class Verify:
     was sampled from; None: the proposal was deterministic. `aside` are rows of the same forward. `allowed`: the tokens
     allowed after the root, then after each of `tokens`; None: any.
 
-    Two hints let a model launch the next step ahead. `goes_on`: unless the request ends, the next order is one token
-    behind the verdict. `follows`: a function from the tokens that the verdict adds to what comes next.
+    Three hints let a model launch the next step ahead. `goes_on`: unless the request ends, the next order is one token
+    behind the verdict. `ends`: there is no next order, whatever the verdict; so the next step goes on without it.
+    `follows`: a function from the tokens that the verdict adds to what comes next.
     """
 
     on: Context
@@ -201,6 +202,7 @@ class Verify:
     aside: Aside | None = None
     allowed: tuple[frozenset[int] | None, ...] | None = None
     follows: Follows | None = field(default=None, repr=False, compare=False)
+    ends: bool = False
 
     @property
     def is_chain(self) -> bool:

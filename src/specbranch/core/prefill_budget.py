@@ -8,10 +8,11 @@ Prompts take turns. A budget depends on measured times and on numbers of tokens,
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import accumulate, count
 from statistics import median
 
 from specbranch.core.costs import LearnedCosts, seconds_at
@@ -88,7 +89,8 @@ class PromptCosts:
     """The seconds that prompt tokens add to the gap between two tokens of a decoding session, learned from rounds.
 
     A gap is the time between the ends of two rounds of the target. So it includes drafting, and the host's work.
-    Until enough gaps are timed, the learned seconds of a forward serve, or the runner's table (`TimesForwards`).
+    Until enough gaps are timed, the learned seconds of a forward serve, or the runner's table (`TimesForwards`). Where
+    there is a table, it always bounds the forward: learned times know nothing of padding.
     """
 
     def __init__(self, costs: LearnedCosts | None = None, table: TimesForwards | None = None) -> None:
@@ -116,14 +118,19 @@ class PromptCosts:
         elif (usual := self._usual(span.tokens - tokens)) is not None:
             self._added.add(tokens, max(now - before - usual, 0.0))
 
-    def most_tokens(self, rows: int) -> int | None:
-        """Return how many prompt tokens fit beside so many decode rows; None: nothing is known."""
+    def most_tokens(self, rows: int, waiting: Iterable[int] = ()) -> int | None:
+        """Return how many prompt tokens fit beside so many decode rows; None: nothing is known.
+
+        `waiting`: the uncomputed tokens of each prompt. A prompt that ends adds a decode row.
+        """
         usual = self._usual(rows)
         if usual is None:
             return None
+        by_table = self._most_by_table(rows, waiting)
         if points := self._added.points():
-            return min(_most_within(points, (LONGEST_ROUND - 1.0) * usual), MOST_PROMPT_TOKENS)
-        return self._most_by_table(rows)
+            learned = min(_most_within(points, (LONGEST_ROUND - 1.0) * usual), MOST_PROMPT_TOKENS)
+            return learned if by_table is None else min(learned, by_table)
+        return by_table
 
     def _usual(self, rows: int) -> float | None:
         """Return the seconds of a gap with so many decode rows and no prompt tokens; None: unknown."""
@@ -134,14 +141,15 @@ class PromptCosts:
             return self._costs.target_seconds(rows)
         return self._table.forward_seconds(rows) if rows > 0 and self._table else None
 
-    def _most_by_table(self, rows: int) -> int | None:
+    def _most_by_table(self, rows: int, waiting: Iterable[int]) -> int | None:
         """Return how many prompt tokens make a forward at most LONGEST_ROUND times as long, by the runner's table."""
         table = self._table
-        if table is None or (usual := table.forward_seconds(rows)) is None:
+        if table is None or rows <= 0 or (usual := table.forward_seconds(rows)) is None:
             return None
+        ends = list(accumulate(sorted(waiting)))  # tokens after which one more prompt can end
 
         def fits(tokens: int) -> bool:
-            seconds = table.forward_seconds(rows + tokens)
+            seconds = table.forward_seconds(rows + bisect_right(ends, tokens), tokens)
             return seconds is not None and seconds <= LONGEST_ROUND * usual
 
         return _largest(fits, MOST_PROMPT_TOKENS)
@@ -164,7 +172,8 @@ class Prefills:
         `ahead`: the device has launched the step of `batch` already. So the others only prefill, and a prompt that ends
         joins the step that is launched with this round.
         """
-        target, draft = self._budgets(batch)
+        waiting = [member.uncomputed for member in members if member.session.number not in batch]
+        target, draft = self._budgets(batch, waiting)
         by_turn = sorted(members, key=lambda member: member.prefill_turn)
         decoding = [member for member in by_turn if member.session.number in batch]
         for member in [member for member in by_turn if member.session.number not in batch]:
@@ -175,12 +184,12 @@ class Prefills:
         self._prefill_late_drafts(decoding, batch, draft)
         return batch
 
-    def _budgets(self, batch: Mapping[int, Orders]) -> tuple[PrefillBudget, PrefillBudget]:
-        """Return the budgets of the target and of the draft."""
-        tokens = self._prompt_tokens(len(batch), rows_of(batch.values()))
+    def _budgets(self, batch: Mapping[int, Orders], waiting: Sequence[int]) -> tuple[PrefillBudget, PrefillBudget]:
+        """Return the budgets of the target and of the draft; `waiting`: the uncomputed tokens of each prompt."""
+        tokens = self._prompt_tokens(len(batch), rows_of(batch.values()), waiting)
         return PrefillBudget(tokens, self.limits.prefill_chunk), PrefillBudget(tokens, self.limits.prefill_chunk)
 
-    def _prompt_tokens(self, decoding: int, rows: int) -> int:
+    def _prompt_tokens(self, decoding: int, rows: int, waiting: Sequence[int]) -> int:
         """Return the prefill budget of a round with so many decoding sessions and decode rows."""
         limits = self.limits
         if limits.batched_tokens is not None:
@@ -188,7 +197,7 @@ class Prefills:
         most = limits.prompt_tokens if decoding else limits.prompt_tokens_alone
         if most is None:
             return sys.maxsize
-        if decoding and (measured := self.costs.most_tokens(rows)) is not None:
+        if decoding and (measured := self.costs.most_tokens(rows, waiting)) is not None:
             most = min(measured, limits.prompt_tokens_alone or measured)
         return max(most, limits.prefill_chunk, decoding)
 
@@ -268,9 +277,11 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def launches_ahead(batch: Mapping[int, Orders]) -> bool:
-    """True if all orders of a round are plain decoding that goes on: a device launches the next step with it."""
+    """True if all orders of a round are plain decoding, and some of it goes on: a device launches the next step of
+    those with it."""
     verifies = [orders.verify for orders in batch.values()]
-    return all(verify is not None and verify.goes_on and not verify.tokens for verify in verifies)
+    plain = all(verify is not None and (verify.goes_on or verify.ends) and not verify.tokens for verify in verifies)
+    return plain and any(verify is not None and verify.goes_on for verify in verifies)
 
 
 def without_launch_ahead(batch: Mapping[int, Orders]) -> dict[int, Orders]:

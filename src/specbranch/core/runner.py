@@ -334,8 +334,9 @@ class PadsForwards(Protocol):
 class TimesForwards(Protocol):
     """A Runner that has timed its forwards, for example while they were captured."""
 
-    def forward_seconds(self, rows: int) -> float | None:
-        """Return the seconds of a forward over so many rows, decode rows and prompt tokens; None: unknown."""
+    def forward_seconds(self, rows: int, prompt_tokens: int = 0) -> float | None:
+        """Return the seconds of a forward over so many decode rows and prompt tokens, padding included; None:
+        unknown."""
         ...
 
 

@@ -99,8 +99,8 @@ class Session:
         return Verify(self._context("target"), pending.tokens, None, pending.q, follows=self._unless_ended(follows))
 
     def verify_plainly(self) -> Verify:
-        """Order the next token; `goes_on` says that one more will follow."""
-        return Verify(self._context("target"), goes_on=self.room > 1)
+        """Order the next token; `goes_on` says that one more will follow, `ends` that none will."""
+        return Verify(self._context("target"), goes_on=self.room > 1, ends=self.room <= 1)
 
     def verify_tree(self, tree: Tree, aside: Aside | None = None, follows: Follows | None = None) -> Verify:
         """Order a verify of a tree, with `aside` rows in the same forward; `follows` as in `Verify`."""

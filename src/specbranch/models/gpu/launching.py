@@ -34,10 +34,12 @@ from specbranch.models.gpu.kinds_file import KindsFile
 from specbranch.models.gpu.layout import (
     CHUNK_STEP_ROWS,
     GROUP_ROWS,
+    MOST_STEP_ROWS,
     MOST_TOTAL_ROWS,
     Bucket,
     Choosing,
     brought_moves,
+    chunk_step_rows,
     fitting_chunks,
     most_moves,
     pack,
@@ -126,9 +128,12 @@ class StepLauncher(NativeRunner):
         """Return the times of all kinds of steps that a warm-up has captured, the smallest first."""
         return step_times(self._graphs)
 
-    def forward_seconds(self, rows: int) -> float | None:
-        """Return the seconds of a forward of this many rows without context; None: it was not timed."""
-        return self._times.seconds(rows)
+    def forward_seconds(self, rows: int, prompt_tokens: int = 0) -> float | None:
+        """Return the seconds of a forward of this many decode rows and prompt tokens without context; None: it was
+        not timed."""
+        if prompt_tokens and rows <= MOST_STEP_ROWS:  # the decode rows beside prompt tokens are padded first
+            rows = chunk_step_rows(rows)
+        return self._times.seconds(rows + prompt_tokens)
 
     def save_kinds(self) -> None:
         """Save which kinds of steps were run, so that the next process captures them first."""

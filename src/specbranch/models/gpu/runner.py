@@ -342,17 +342,21 @@ class GpuRunner(StepLauncher):
     ) -> dict[int, int] | None:
         """Start the next step of plain decoding, if all trials allow that and it needs no new page.
 
-        Returns the dictionary that takes the sampled tokens, by sequence.
+        Trials whose request ends have no row in it. Returns the dictionary that takes the sampled tokens, by sequence.
         """
-        if not all(trial.order.goes_on and not trial.nodes for trial in trials) or len(rows) != len(trials):
+        plain = all((trial.order.goes_on or trial.order.ends) and not trial.nodes for trial in trials)
+        if not plain or len(rows) != len(trials):
             return None
-        after = [Spot(spot.request, spot.position + 1, spot.history) for spot in spots]
-        fits = all(part.start + 1 < min(len(part.table.pages) * PAGE, self._context_length) for part in rows)
-        if not fits or not asking.are_chosen_in_graph(after):
+        going_on = [each for each in zip(trials, rows, spots, at, strict=True) if each[0].order.goes_on]
+        after = [Spot(spot.request, spot.position + 1, spot.history) for _, _, spot, _ in going_on]
+        fits = all(
+            part.start + 1 < min(len(part.table.pages) * PAGE, self._context_length) for _, part, _, _ in going_on
+        )
+        if not going_on or not fits or not asking.are_chosen_in_graph(after):
             return None
         there = {
-            trial.seq: Rows(part.table, [-1 - kv_slot], part.start + 1, part.start + 1, [1])
-            for trial, part, (kv_slot,) in zip(trials, rows, at, strict=True)
+            trial.seq: Rows(part.table, [-1 - row], part.start + 1, part.start + 1, [1])
+            for trial, part, _, (row,) in going_on
         }
         joining = self._joining_rows(there)
         after += [Spot(self._requests[seq], part.start + 1, list) for seq, part in joining.items()]
