@@ -366,3 +366,16 @@ def test_texts_do_not_depend_on_the_budget() -> None:
             loop.step()
         texts.append([session.output for session in sessions])
     assert all(one == texts[0] for one in texts)
+
+
+def test_prompt_tokens_that_go_with_the_next_step_count_for_the_next_gap() -> None:
+    costs = timed(8, 0.005)
+    decoding, now = Orders(verify=Verify(Context(9, (1,)))), costs._ended or 0.0
+    for seconds, tokens in ((0.005, 100), (0.009, 100), (0.009, 100), (0.009, 0), (0.005, 0)):
+        batch = {0: decoding} | ({1: Orders(prefill=Prefill(Context(0, (1,) * tokens), tokens))} if tokens else {})
+        span = Span(now, now + seconds, 8 + tokens, {1: PrefillCount(tokens)} if tokens else {})
+        now += seconds
+        costs.observe(batch, {number: Reports(verifying=span) for number in batch}, now, ahead=tokens > 0)
+    assert costs.tokens_ahead == 0
+    assert costs._added.points() == [(100, pytest.approx(0.004))]
+    assert costs._gaps.points() == [(8, pytest.approx(0.005))]

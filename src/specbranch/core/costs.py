@@ -190,15 +190,19 @@ class LearnedCosts:
         self._medians[kind][rows] = median(times)
         self._sorted.pop(kind, None)
 
-    def observe(self, orders: Mapping[int, Orders], reports: Mapping[int, Reports]) -> None:
-        """Learn from a round of all sessions together."""
+    def observe(self, orders: Mapping[int, Orders], reports: Mapping[int, Reports], prefilled: bool = False) -> None:
+        """Learn from a round of all sessions together; `prefilled`: its forward had prompt tokens of the round before.
+
+        A forward with prompt tokens says nothing about decode rows.
+        """
         drafting = next((report.drafting for report in reports.values() if report.drafting), None)
         verifying = next((report.verifying for report in reports.values() if report.verifying), None)
         steps = _steps(reports)
         overlaps = drafting is not None and verifying is not None and _overlap(drafting, verifying)
         if drafting is not None and steps and not any(_prefills(order.draft) for order in orders.values()):
             self._drafted(drafting, steps, overlaps)
-        if verifying is not None and not any(order.prefill or _prefills(order.verify) for order in orders.values()):
+        prefilled = prefilled or any(order.prefill or _prefills(order.verify) for order in orders.values())
+        if verifying is not None and not prefilled:
             self._verified(verifying, len(steps) if overlaps else 0)
         self._between([span for span in (drafting, verifying) if span is not None])
 

@@ -180,10 +180,12 @@ class Loop:
             return []
         started = self.executor.now()
         reports = self._run(batch)
+        taken_ahead = bool(self._launched) and self._launched >= {n for n, orders in batch.items() if orders.verify}
         self._note_launched(batch, reports)
         if self.costs is not None:
-            self.costs.observe(batch, reports)
-        self._prefills.costs.observe(batch, reports, self.executor.now())
+            self.costs.observe(batch, reports, prefilled=self._prefills.costs.tokens_ahead > 0)
+        ahead = taken_ahead and bool(self._launched)  # then prompt tokens go with the step that was launched now
+        self._prefills.costs.observe(batch, reports, self.executor.now(), ahead)
         self._count_waiting(batch, self.executor.now() - started, self.executor.restarts - restarts)
         for number in reports:
             self._live[number].session.stats.late_captures += self.executor.late_captures - late

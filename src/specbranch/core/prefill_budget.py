@@ -99,23 +99,27 @@ class PromptCosts:
         self._gaps = TimesBySize()  # without prompt tokens, by decode rows
         self._added = TimesBySize()  # what prompt tokens add, by their number
         self._ended: float | None = None  # when the last round of the target ended
+        self.tokens_ahead = 0  # prompt tokens of a step that was launched ahead; the next gap includes them
 
     def pause(self) -> None:
         """Note an idle pause: the time to the next round is no gap."""
         self._ended = None
 
-    def observe(self, batch: Mapping[int, Orders], reports: Mapping[int, Reports], now: float) -> None:
-        """Learn from a round that has just ended."""
+    def observe(
+        self, batch: Mapping[int, Orders], reports: Mapping[int, Reports], now: float, ahead: bool = False
+    ) -> None:
+        """Learn from a round that has just ended; `ahead`: its prompt tokens go with the next round's step."""
         span = next((report.verifying for report in reports.values() if report.verifying), None)
         if span is None:  # drafting counts as a part of the next gap
             return
+        read = sum(prompt.read for prompt in span.prompts.values())
+        tokens, self.tokens_ahead = self.tokens_ahead + (0 if ahead else read), read if ahead else 0
         before, self._ended = self._ended, now
         if before is None or not any(orders.verify for orders in batch.values()):
             return
-        tokens = sum(prompt.read for prompt in span.prompts.values())
         if not tokens:
-            self._gaps.add(span.tokens, now - before)
-        elif (usual := self._usual(span.tokens - tokens)) is not None:
+            self._gaps.add(span.tokens - read, now - before)
+        elif (usual := self._usual(span.tokens - read)) is not None:
             self._added.add(tokens, max(now - before - usual, 0.0))
 
     def most_tokens(self, rows: int, waiting: Iterable[int] = ()) -> int | None:
