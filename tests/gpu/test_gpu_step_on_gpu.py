@@ -12,7 +12,8 @@ from packed_steps import PAGES, Stepper, chain_with_siblings, decoder_of, some_w
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.cache.kv_memory import Table
-from specbranch.models.forward.step_rows import Rows, rows_of_nodes
+from specbranch.models.forward.step_rows import ChunkRows, Rows, rows_of_nodes
+from specbranch.models.gpu import attention
 from specbranch.models.gpu.attention import attend_by_kernels, attend_plainly, choose_attend
 from specbranch.models.gpu.layout import Views, pack, views
 from tiny_models import logits_of, some_tokens, tiny
@@ -216,3 +217,39 @@ def test_several_sequences_in_one_step_get_what_each_gets_alone() -> None:
     expected = torch.cat([stepper.score([seq.grow(*feed)]) for seq, feed in zip(alone, feeds, strict=True)])
     got = stepper.score([seq.grow(*feed) for seq, feed in zip(together, feeds, strict=True)])
     assert torch.allclose(got, expected, rtol=0, atol=1e-3 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(32, 8, 128), (9, 3, 64), (12, 2, 128), (4, 4, 64)], ids=str)
+def test_a_prompts_row_has_the_bits_of_a_decode_row_however_its_blocks_are_shared(
+    shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few rows behind a long context, by one program or many, with and without memory for their results."""
+    heads, kv_heads, head_dim = shape
+    pool = Pool(40)
+    torch.manual_seed(1)
+    memory = torch.randn(2, 41, kv_heads, PAGE, head_dim).to(DEVICE, dtype)
+    tile_rows = attention.chunk_tile_rows(heads // kv_heads)
+    for start, count in ((7000, 48), (3000, 100), (700, 30), (5, 20)):
+        table = Table(pool, pool.take(30))
+        queries = torch.randn(count, heads, head_dim).to(DEVICE, dtype)
+        found = []
+        for splits, room in ((1, 1 << 28), (4, 1 << 28), (16, 1 << 28), (16, 1 << 20)):
+            monkeypatch.setattr(attention, "CHUNK_SPLITS", ((1, splits),))
+            monkeypatch.setattr(attention, "PARTIAL_BYTES", room)
+            packed, bucket = pack([], 40 * PAGE, chunks=[ChunkRows(table, [0] * count, start)], tile_rows=tile_rows)
+            step = views(torch.from_numpy(packed).to(DEVICE), bucket, 32)
+            q = torch.zeros(bucket.total, heads, head_dim, device=DEVICE, dtype=dtype)
+            q[bucket.rows : bucket.rows + count] = queries
+            found.append(attend_by_kernels(q, *memory, step)[bucket.rows : bucket.rows + count])
+        assert all(torch.equal(one, found[0]) for one in found[1:])
+        plain = attend_plainly(q, *memory, step)[bucket.rows : bucket.rows + count]
+        assert (found[0].double() - plain.double()).abs().max() <= TOLERATED[dtype]
+        for at in (0, count // 2, count - 1):
+            position = start + at
+            packed, bucket = pack([Rows(table, [0], position, position, [1])], 40 * PAGE)
+            alone = attend_by_kernels(
+                queries[at : at + 1], *memory, views(torch.from_numpy(packed).to(DEVICE), bucket, 32)
+            )
+            assert torch.equal(alone[0], found[0][at])
+        table.shrink(0)
