@@ -15,7 +15,7 @@ from specbranch.models.cache.kv_memory import Memory, Table
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.fused_step import STEP_ROWS, fuse
 from specbranch.models.forward.step_rows import GROUP_POSITIONS, Rows, split_into_steps
-from specbranch.models.gpu.layout import LONGEST_OWN, SHARED_COUNT, Views
+from specbranch.models.gpu.layout import ALIGNED, LONGEST_OWN, SHARED_COUNT, Views
 from specbranch.models.gpu.step import GpuStep
 
 
@@ -55,7 +55,7 @@ class Texts:
         own.clamp_(max=self.memory.data.shape[0] * PAGE - 1)  # what lies beyond a row's count is not read
         tables = torch.arange(len(rows) * self._pages, dtype=torch.int32, device=rows.device)
         groups = torch.stack((rows, torch.ones_like(rows), rows * self._pages), dim=1)
-        counts = torch.full((5,), len(rows), dtype=torch.int32, device=rows.device)
+        counts = torch.full((ALIGNED,), len(rows), dtype=torch.int32, device=rows.device)
         counts[SHARED_COUNT] = shared.max()
         return Views(
             tokens.int(), at, begin + at, shared, at - shared + 1, groups, tables, own, counts=counts,
