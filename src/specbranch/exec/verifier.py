@@ -90,7 +90,8 @@ class Verifier(Worker):
         """Start the target's half of a round; `heads` as for `score`.
 
         Verify orders get memory first. Then the Prefill orders `reads` are put off, so that the forward of the verify
-        orders takes their chunks along.
+        orders takes their chunks along. If a prompt takes a page of the prefix cache that a verify order writes to, the
+        copy of that page may find no memory; then the whole round raises `PoolFull`.
         """
         forward, failed = self._planned(orders, heads)
         reached, short = self.prefill(reads)

@@ -83,7 +83,7 @@ class StepLauncher(NativeRunner):
         # Where a step takes rows of prompts, a prompt may be cut anywhere.
         takes_chunks = self._graphs.step.takes_chunks
         self.prefill_chunk = 1 if takes_chunks else PREFILL_CHUNKS["cuda"]
-        self.most_prefill = MOST_TOTAL_ROWS - CHUNK_STEP_ROWS[1] if takes_chunks else None
+        self.most_prefill = MOST_TOTAL_ROWS - CHUNK_STEP_ROWS[2] if takes_chunks else None
         self._tile_rows = chunk_tile_rows(self.architecture.heads // self.architecture.kv_heads)
         # pending moves: sequence, KV slots of the pool, and the lowest slot of the sequence that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
@@ -269,8 +269,6 @@ class StepLauncher(NativeRunner):
             return
         if rest := self._compute_until(pending, 0):
             self._run_chunks(rest)
-        for chunk in pending:
-            self._publish(chunk)
 
     def _compute_until(self, pending: Sequence[PendingChunk], rows: int) -> list[ChunkRows]:
         """Compute rows of prompts, until the others fit into a step with `rows` sampled rows; returns these."""
@@ -284,9 +282,17 @@ class StepLauncher(NativeRunner):
 
     @torch.inference_mode()
     def _run_chunks(self, chunks: Sequence[ChunkRows]) -> None:
-        """Run a step of rows of prompts alone."""
+        """Run a step of rows of prompts alone.
+
+        It samples its padding. The next step may begin with the tokens that the step before sampled, so these stay.
+        """
         moves = self._moves_for(CHUNK_STEP_ROWS[0])
-        self._run_packed(*self._packed([], None, moves, chunks), moves, 1)
+        picks = self._graphs.step.picks[: CHUNK_STEP_ROWS[0]]
+        kept = picks.clone()
+        try:
+            self._run_packed(*self._packed([], None, moves, chunks), moves, 1)
+        finally:
+            picks.copy_(kept)
 
     def _computed(self, pending: Sequence[PendingChunk]) -> None:
         """Publish chunks whose forward was launched."""

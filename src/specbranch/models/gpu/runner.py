@@ -219,6 +219,7 @@ class GpuRunner(StepLauncher):
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
         """Start to compute and judge new nodes; a call of the verdicts waits for the device."""
         self.begun = None
+        joining, self._joining = self._joining, {}
         work = [feed for feed in work if feed.tokens]
         with self._here(), self._returning_states(self._wanted(work)), self._appending(work) as rows:
             spots = [spot for trial in trials for spot in self._spots_of(trial)]
@@ -226,8 +227,7 @@ class GpuRunner(StepLauncher):
             if row_numbers is None:
                 return self._verify_shaped(work, rows, trials, spots)
             results, at = self._results(work, rows, trials, spots, row_numbers)
-            said = self._go_on(rows, trials, spots, at)
-            self._joining = {}
+            said = self._go_on(rows, trials, spots, at, joining)
 
         def judged() -> list[Judged]:
             follows = len(trials) == 1 and trials[0].order.follows is not None and rows[0].start == rows[0].prefix
@@ -338,14 +338,21 @@ class GpuRunner(StepLauncher):
         return results, row_numbers
 
     def _go_on(
-        self, rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], at: list[list[int]]
+        self,
+        rows: list[Rows],
+        trials: Sequence[Trial],
+        spots: Sequence[Spot],
+        at: list[list[int]],
+        tokens: Mapping[int, int],
     ) -> dict[int, int] | None:
         """Start the next step of plain decoding, if all trials allow that and it needs no new page.
 
-        Trials whose request ends have no row in it. Returns the dictionary that takes the sampled tokens, by sequence.
+        `tokens`: of sequences that begin to decode with it. Trials whose request ends have no row in it. Returns the
+        dictionary that takes the sampled tokens, by sequence.
         """
         plain = all((trial.order.goes_on or trial.order.ends) and not trial.nodes for trial in trials)
-        if not plain or len(rows) != len(trials):
+        # a resumed sequence may have several rows
+        if not plain or len(rows) != len(trials) or any(len(part.tokens) != 1 for part in rows):
             return None
         going_on = [each for each in zip(trials, rows, spots, at, strict=True) if each[0].order.goes_on]
         after = [Spot(spot.request, spot.position + 1, spot.history) for _, _, spot, _ in going_on]
@@ -358,7 +365,7 @@ class GpuRunner(StepLauncher):
             trial.seq: Rows(part.table, [-1 - row], part.start + 1, part.start + 1, [1])
             for trial, part, _, (row,) in going_on
         }
-        joining = self._joining_rows(there)
+        joining = self._joining_rows(there, tokens)
         after += [Spot(self._requests[seq], part.start + 1, list) for seq, part in joining.items()]
         there |= joining
         ran = self._start_with_prefill(
@@ -366,18 +373,21 @@ class GpuRunner(StepLauncher):
         )
         kv_slots = {seq: (part.start, int(part.kv_slots()[0])) for seq, part in there.items()}
         results = self._read_later(ran, len(there))
-        tokens = {seq: part.tokens[0] for seq, part in joining.items()}
-        self._ahead = Ahead({seq: row for row, seq in enumerate(there)}, kv_slots, results, tokens)
+        said = {seq: part.tokens[0] for seq, part in joining.items()}
+        self._ahead = Ahead({seq: row for row, seq in enumerate(there)}, kv_slots, results, said)
         return self._ahead.tokens
 
     def join_ahead(self, seq: int, token: int) -> None:
         """Include the token behind a prompt in the next step, if this round launches that ahead."""
         self._joining[seq] = token
 
-    def _joining_rows(self, decoding: Mapping[int, Rows]) -> dict[int, Rows]:
-        """Return the rows of sequences that begin to decode, as far as they fit into a step with those that do."""
+    def _joining_rows(self, decoding: Mapping[int, Rows], tokens: Mapping[int, int]) -> dict[int, Rows]:
+        """Return the rows of sequences that begin to decode, as far as they fit into a step with those that do.
+
+        `tokens`: the tokens that they begin with.
+        """
         found: dict[int, Rows] = {}
-        for seq, token in self._joining.items():
+        for seq, token in tokens.items():
             sequence = self._sequences.get(seq)
             if seq in decoding or sequence is None or sequence.slots.tokens:
                 continue
