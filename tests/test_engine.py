@@ -96,8 +96,8 @@ def test_a_clock_changes_the_seconds_and_not_the_tokens(pair: tuple[str, str]) -
     with LLM(*pair, dtype="float64", device="cpu", options={"context_length": 256, "clock": "h200-1b-8b"}) as llm:
         timed = {name: llm.using(name).generate(PROMPT, params) for name in METHODS}
     assert {answer.token_ids for answer in timed.values()} == {plain(pair).generate(PROMPT, params).token_ids}
-    costs = load_profile("h200-1b-8b")  # the first step is ordered, then plain decoding launches ahead
-    seconds = 29 * (costs.target_seconds(1) + costs.host) + costs.asking
+    costs = load_profile("h200-1b-8b")  # plain decoding launches ahead, from the step that ends the prompt on
+    seconds = 29 * (costs.target_seconds(1) + costs.host)
     assert timed["autoregressive"].stats["decode_seconds"] == pytest.approx(seconds)
     assert (
         LLM(pair[0], device="cpu", options={"clock": "h200-1b-8b"}).generate(PROMPT, params).stats["decode_seconds"] > 0
@@ -180,15 +180,15 @@ def test_an_interrupted_answer_leaves_the_draft_process_in_step(
     with LLM(
         *pair, executor="process", speculative=drafting, dtype="float64", device="cpu", options={"context_length": 256}
     ) as llm:
-        score = llm.core.verifier.score
+        start = llm.core.verifier.start
         calls = iter(range(100))
 
-        def interrupted(orders: Any) -> Any:
+        def interrupted(*given: Any) -> Any:
             if next(calls) == 4:
                 raise KeyboardInterrupt
-            return score(orders)
+            return start(*given)
 
-        monkeypatch.setattr(llm.core.verifier, "score", interrupted)
+        monkeypatch.setattr(llm.core.verifier, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPT, params)
         monkeypatch.undo()
