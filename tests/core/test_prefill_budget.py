@@ -157,10 +157,10 @@ class OneForward(Serial):
         span = next((report.verifying for report in reports.values() if report.verifying), None)
         if span is None:
             return reports
-        begun, tokens = self.clock, sum(count.read for count in span.prompts.values())
+        started, tokens = self.clock, sum(count.read for count in span.prompts.values())
         self.clock += self.seconds(span.tokens)
-        self.rounds.append((span.tokens - tokens, tokens, self.clock - begun))
-        span = replace(span, start=begun, end=self.clock)
+        self.rounds.append((span.tokens - tokens, tokens, self.clock - started))
+        span = replace(span, start=started, end=self.clock)
         return {number: replace(report, verifying=span) for number, report in reports.items()}
 
 
