@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -29,7 +28,6 @@ from specbranch.text.longest_token import TextBound, text_bound
 
 TOKEN_SWITCHES = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 _LONG = 4096  # characters or ids that take about a millisecond or more
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _log = logging.getLogger("specbranch")
 
 
@@ -184,7 +182,7 @@ class Tokenizer:
 
     def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
         """Return True if decoding skips the token as if it were not there."""
-        return (skip_special and token_id in self._special_ids) or token_id not in self._vocabulary
+        return (skip_special and token_id in self._special_ids) or self._backend.id_to_token(token_id) is None
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
@@ -192,7 +190,9 @@ class Tokenizer:
         decoder = self._backend.decoder
         if decoder is None or b"ByteFallback" not in decoder.__getstate__():
             return frozenset()
-        return frozenset(token_id for token_id, token in self._vocabulary.items() if _BYTE.fullmatch(token))
+        spelled = {f"<0x{value:{digits}}>" for value in range(256) for digits in ("02X", "02x")}
+        found = [self._backend.token_to_id(token) for token in spelled]
+        return frozenset(token_id for token_id in found if token_id is not None)
 
 
 def check_text(text: str, what: str = "The text") -> None:
