@@ -29,7 +29,7 @@ from torch import Tensor
 
 from specbranch.answer import Answer
 from specbranch.config import SamplingParams
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.loop import Loop
 from specbranch.core.methods import find_method
 from specbranch.core.pages import PAGE
@@ -144,7 +144,7 @@ def check(runner: GpuRunner, model: Any, prompt: list[int]) -> Found:
 
 def engine(runner: GpuRunner, prompt: list[int], given: argparse.Namespace) -> Found:
     """Decode plainly through all of the engine; milliseconds a token, the text made."""
-    experiences = Experiences(LearnedCosts(), has_draft=False)
+    experiences = Experiences(MeasuredCosts(), has_draft=False)
     loop = Loop(Serial(Verifier(runner)), costs=experiences.learned)
     config = resolve(None, "autoregressive", has_draft=False)
     plain = Decoding(config, find_method("autoregressive", has_draft=False), experiences)

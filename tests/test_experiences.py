@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from specbranch import LLM, SamplingParams
 from specbranch.config import SpeculativeConfig
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import MOST_SHIFT, Insight
 from specbranch.experiences import MOST_NEWS, ExperienceFile, Experiences, LearnedNews, experience_folder
 
@@ -28,7 +28,7 @@ OTHER_LOADING = {"runner": "transformers", "weights": "int8", "draft_weights": "
 
 def learned(file: ExperienceFile, *, first: int = 3, seconds: float = 0.02) -> Experiences:
     """Experiences that have learned a little."""
-    made = Experiences(LearnedCosts(), True, file)
+    made = Experiences(MeasuredCosts(), True, file)
     assert made.learned is not None
     for _ in range(3):
         made.learned.add("target", 4, seconds)
@@ -46,7 +46,7 @@ def learned(file: ExperienceFile, *, first: int = 3, seconds: float = 0.02) -> E
 def test_the_next_process_knows_what_the_last_one_learned(tmp_path: Path) -> None:
     file = ExperienceFile(tmp_path, HERE)
     learned(file).write(last=True)
-    later = Experiences(LearnedCosts(), True, file)
+    later = Experiences(MeasuredCosts(), True, file)
     assert later.learned is not None and later.learned.target_seconds(4) == 0.02 and later.learned.knows_target
     usual, insight = Insight(), later.of(CONFIG).insight
     assert (
@@ -66,7 +66,7 @@ def test_what_was_taken_up_is_not_added_again(tmp_path: Path) -> None:
         learned(file).write(last=True)
     found = file.read().insights[next(iter(file.read().insights))]
     assert found.first.seen[2] == Insight().first.seen[2] + 9
-    Experiences(LearnedCosts(), True, file).write(last=True)
+    Experiences(MeasuredCosts(), True, file).write(last=True)
     assert file.read().insights[next(iter(file.read().insights))].first.seen == found.first.seen
 
 

@@ -18,7 +18,7 @@ from specbranch.assembly import ModelChoice, Parts, assemble, chosen_draft, chos
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile
 from specbranch.config import OVERLAPPING, ExecutorName, LoadOptions, SamplingParams, SpeculativeConfig, WarmUpName
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.loop import DraftState, Loop
 from specbranch.core.methods import find_method
 from specbranch.core.orders import TokenLogprobs
@@ -335,7 +335,7 @@ def as_sampling_params(params: Params) -> SamplingParams:
 
 
 def _core(
-    models: LoadedModels, costs: CostProfile | LearnedCosts, file: ExperienceFile | None, most: int | None
+    models: LoadedModels, costs: CostProfile | MeasuredCosts, file: ExperienceFile | None, most: int | None
 ) -> EngineCore:
     """Put a queue in front of loaded models; `most`: decode rows and prompt tokens of a round, None: as measured."""
     experiences = Experiences(costs, models.has_draft, file)
@@ -366,10 +366,10 @@ def _experience_file(
     return ExperienceFile(folder, experience_key(target, draft, executor, parts)) if folder else None
 
 
-def _learned_costs(model: Runner, overlap: bool) -> LearnedCosts:
+def _learned_costs(model: Runner, overlap: bool) -> MeasuredCosts:
     """Return the cost model before anything is timed."""
     padded = model.padded if isinstance(model, PadsForwards) else None
-    return LearnedCosts(overlap, padded, launches_ahead=isinstance(model, ReceivesTrees))
+    return MeasuredCosts(overlap, padded, launches_ahead=isinstance(model, ReceivesTrees))
 
 
 def _batch_limit(max_batch: int | None, model: Runner) -> int:

@@ -24,7 +24,7 @@ from typing import Any, TypeGuard
 from filelock import FileLock, Timeout
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.costs import TIMES_KEPT, Costs, LearnedCosts, Timed
+from specbranch.core.costs import TIMES_KEPT, Costs, Curve, MeasuredCosts, Recent
 from specbranch.core.experience import EXPERIENCE_TOKENS, MOST_SHIFT, Experience, Insight, News, Tally
 from specbranch.core.stance import MOST_SPAN, Findings
 from specbranch.files import replacing
@@ -32,7 +32,7 @@ from specbranch.files import replacing
 log = logging.getLogger("specbranch")
 
 EXPERIENCE_VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to save it in; "off": nowhere
-EXPERIENCE_FORMAT = 4
+EXPERIENCE_FORMAT = 5
 WRITE_PAUSE = 5.0  # seconds between two writes, unless it is the last
 WRITE_WAIT = 2.0  # seconds for another process to finish its write
 MOST_CONFIGURATIONS = 64  # configurations whose experience is in memory; a request may bring any
@@ -43,22 +43,14 @@ TALLIES = ("first", "other", "cover", "looked")
 MOST_KNOWN_ROWS = 1 << 20
 MOST_LOAD = 32  # as a power of two of sessions
 HOUR = 3600.0
-# seconds that one of these can take
-RANGES: dict[Timed, tuple[float, float]] = {
-    "target": (1e-9, HOUR),
-    "step": (1e-9, HOUR),
-    "setup": (0.0, HOUR),
-    "host": (0.0, HOUR),
-    "slow_down": (-HOUR, HOUR),
-    "draft_slow_down": (-HOUR, HOUR),
-}
+SavedCosts = dict[str, Any]  # JSON values
 
 
 class Experiences:
     """One `Experience` for each configuration, all with the same costs; saved in a file if there is one."""
 
     def __init__(self, costs: Costs, has_draft: bool, file: ExperienceFile | None = None) -> None:
-        self.learned = costs if isinstance(costs, LearnedCosts) else None
+        self.learned = costs if isinstance(costs, MeasuredCosts) else None
         self._costs = costs
         self._has_draft = has_draft
         self._writer = BackgroundWriter(file) if file else None
@@ -67,7 +59,6 @@ class Experiences:
         self._written = time.monotonic()
         if file and self.learned is not None:
             self._kept.give(self.learned)
-            self.learned.news = []
 
     def of(self, config: SpeculativeConfig) -> Experience:
         """Return the statistics that requests of this configuration have shown."""
@@ -108,11 +99,10 @@ class Experiences:
         assert self.learned is not None
         made = self._made.items()
         news = LearnedNews(
-            self.learned.news or [],
+            costs_to_dict(self.learned),
             {name: one.insight.news for name, one in made if one.insight.news},
             {name: one.stance.found() for name, one in made if one.stance is not None},
         )
-        self.learned.news = None if begin is None else begin.copy()
         for _, one in made:
             one.insight.news = None if begin is None else begin.copy()
         return news
@@ -120,9 +110,9 @@ class Experiences:
 
 @dataclass(frozen=True, slots=True)
 class LearnedNews:
-    """What was learned and is not in the file yet. Of `stances`, only the latest finding counts."""
+    """What was learned and is not in the file yet. Of `costs` and `stances`, only the latest count."""
 
-    costs: list[tuple[Timed, int, float]] = field(default_factory=list)
+    costs: SavedCosts | None = None
     insights: dict[str, list[News]] = field(default_factory=dict)
     stances: dict[str, Findings] = field(default_factory=dict)
 
@@ -135,7 +125,7 @@ class LearnedNews:
             name: [*self.insights.get(name, ()), *later.insights.get(name, ())][-MOST_NEWS:]
             for name in {**self.insights, **later.insights}
         }
-        return LearnedNews([*self.costs, *later.costs][-MOST_NEWS:], insights, {**self.stances, **later.stances})
+        return LearnedNews(later.costs or self.costs, insights, {**self.stances, **later.stances})
 
 
 class BackgroundWriter:
@@ -190,45 +180,36 @@ class BackgroundWriter:
 class Kept:
     """The content of a file."""
 
-    costs: LearnedCosts = field(default_factory=LearnedCosts)
+    costs: SavedCosts | None = None
     insights: dict[str, Insight] = field(default_factory=dict)
     stances: dict[str, Findings] = field(default_factory=dict)
 
-    def give(self, costs: LearnedCosts) -> None:
+    def give(self, costs: MeasuredCosts) -> None:
         """Copy the times into `costs`."""
-        for kind, by_rows in self.costs.times.items():
-            for rows, times in by_rows.items():
-                for seconds in times:
-                    costs.take(kind, rows, seconds)
+        if self.costs is not None:
+            set_costs(costs, self.costs)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        times = {
-            kind: {str(rows): list(times) for rows, times in by_rows.items()}
-            for kind, by_rows in self.costs.times.items()
-        }
         insights = {name: _insight_to_dict(insight) for name, insight in self.insights.items()}
-        return {"costs": times, "insights": insights, "stances": self.stances}
+        return {"costs": self.costs, "insights": insights, "stances": self.stances}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Kept:
         """Build it from JSON values. Raises if something does not fit, or a number is impossible."""
         insights = {str(name): _insight(saved) for name, saved in values["insights"].items()}
         stances = {str(name): _findings(saved) for name, saved in values["stances"].items()}
-        known = cls(insights=insights, stances=stances)
-        for kind in known.costs.times:
-            for rows, times in values["costs"][kind].items():
-                count = _count(rows, 0, MOST_KNOWN_ROWS)
-                for seconds in times[-TIMES_KEPT:]:
-                    known.costs.take(kind, count, _number(seconds, *RANGES[kind]))
-        return known
+        if values["costs"] is not None:
+            set_costs(MeasuredCosts(), values["costs"])  # raises if a number is impossible
+        return cls(values["costs"], insights, stances)
 
     def add(self, news: LearnedNews) -> None:
         """Merge news. Impossible values, such as the time of a round in which the machine slept, are left out: they
         would make the file unreadable."""
-        for kind, rows, seconds in news.costs:
-            if _is_in(seconds, *RANGES[kind]) and 0 <= rows <= MOST_KNOWN_ROWS:
-                self.costs.take(kind, rows, seconds)
+        with suppress(ValueError):
+            if news.costs is not None:
+                set_costs(MeasuredCosts(), news.costs)
+                self.costs = news.costs
         for name, learned in news.insights.items():
             insight = self.insights.setdefault(name, Insight())
             for of, at, value in learned:
@@ -289,6 +270,35 @@ def _name(config: SpeculativeConfig) -> str:
     """Return a key for a configuration: its values that are no defaults."""
     usual = asdict(SpeculativeConfig())
     return json.dumps({key: value for key, value in asdict(config).items() if value != usual[key]}, sort_keys=True)
+
+
+def costs_to_dict(costs: MeasuredCosts) -> SavedCosts | None:
+    """Return timed costs as JSON values; None: nothing was timed."""
+    if not costs.knows_target:
+        return None
+    curves = {name: {str(rows): seconds for rows, seconds in curve.points.items()} for name, curve in _curves(costs)}
+    recent = {name: list(one.values) for name, one in _recent(costs)}
+    return {**curves, **recent, "setup": costs.setup}
+
+
+def set_costs(costs: MeasuredCosts, saved: SavedCosts) -> None:
+    """Set timed costs from JSON values. Raises if a number is impossible."""
+    for name, curve in _curves(costs):
+        for rows, seconds in saved[name].items():
+            curve.set(_count(rows, 1, MOST_KNOWN_ROWS), _number(seconds, 1e-9, HOUR))
+    for name, one in _recent(costs):
+        for seconds in saved[name][-TIMES_KEPT:]:
+            one.add(_number(seconds, -HOUR, HOUR))
+    costs.setup = _number(saved["setup"], 0.0, HOUR)
+
+
+def _curves(costs: MeasuredCosts) -> list[tuple[str, Curve]]:
+    return [("target", costs.target), ("step", costs.step)]
+
+
+def _recent(costs: MeasuredCosts) -> list[tuple[str, Recent]]:
+    hosts = [(f"host_{kind}", one) for kind, one in costs.hosts.items()]
+    return [*hosts, *((f"slow_down_{model}", one) for model, one in costs.slow_downs.items())]
 
 
 def _insight_to_dict(insight: Insight) -> dict[str, Any]:

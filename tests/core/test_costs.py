@@ -9,7 +9,7 @@ import pytest
 from specbranch.clock.profile import CostProfile
 from specbranch.config import SpeculativeConfig
 from specbranch.core import rehearsal
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
@@ -23,8 +23,8 @@ GROWTH = Growth((1.0,), Experience().insight.chances())
 STEEP = CostProfile(target=((1, 10.0), (33, 42.0)), draft=((1, 2.0), (33, 18.0)), overlap=False)
 
 
-def learned_in_batch(sessions: int, method: str) -> LearnedCosts:
-    costs = LearnedCosts(overlap=False)
+def learned_in_batch(sessions: int, method: str) -> MeasuredCosts:
+    costs = MeasuredCosts(overlap=False)
     loop = Loop(virtual_clock(0.2, profile=STEEP), costs=costs)
     for seed in range(sessions):
         session = Case((seed % 6, 1, 2), 0.7, seed, Ending("long", max_tokens=60)).session(next_number())
@@ -54,7 +54,7 @@ def test_a_round_is_observed_once_however_many_take_part() -> None:
 
 
 def test_reading_a_prompt_is_no_round() -> None:
-    costs = LearnedCosts()
+    costs = MeasuredCosts()
     loop = Loop(serial(0.2), costs=costs)
     session = Case((1, 2, 3) * 4, 0.0, 0, Ending("one", max_tokens=1)).session(next_number())
     loop.join(
@@ -67,7 +67,7 @@ def test_reading_a_prompt_is_no_round() -> None:
 @pytest.mark.parametrize("setup", [0.0, 7.0])
 def test_a_rehearsal_finds_what_a_profile_charges(setup: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal, "REHEARSAL_TURNS", 3)
-    costs, profile = LearnedCosts(), replace(STEEP, draft_setup=setup)
+    costs, profile = MeasuredCosts(), replace(STEEP, draft_setup=setup)
     rehearse(virtual_clock(0.2, vocabulary=12, profile=profile), costs, 12, has_draft=True, seconds=1e9)
     assert set(costs.times["target"]) == set(REHEARSED_ROWS)
     assert min(costs.times["step"]) == min(REHEARSED_WIDTHS) and max(costs.times["step"]) >= max(REHEARSED_WIDTHS) - 1
@@ -79,7 +79,7 @@ def test_a_rehearsal_finds_what_a_profile_charges(setup: float, monkeypatch: pyt
 
 
 def test_a_rehearsal_ends_when_its_time_is_over_and_leaves_nothing_behind() -> None:
-    costs, target, draft = LearnedCosts(), make_verifier(vocabulary=12), make_drafter(0.2, 12)
+    costs, target, draft = MeasuredCosts(), make_verifier(vocabulary=12), make_drafter(0.2, 12)
     rehearse(Serial(target, draft, clock=iter(range(10_000)).__next__), costs, 12, has_draft=True, seconds=20.0)
     assert sum(len(times) for by_rows in costs.times.values() for times in by_rows.values()) < 8
     assert not target._held and not draft._held
@@ -87,7 +87,7 @@ def test_a_rehearsal_ends_when_its_time_is_over_and_leaves_nothing_behind() -> N
 
 def test_a_rehearsal_takes_no_token_for_granted_that_does_not_fit() -> None:
     """A context too short for it is found out and left alone."""
-    costs, target = LearnedCosts(), make_verifier(vocabulary=3)
+    costs, target = MeasuredCosts(), make_verifier(vocabulary=3)
     target.runner.context_length, target.runner._tail = 8, 4  # type: ignore[misc, attr-defined]
     rehearse(Serial(target), costs, 3, has_draft=False, seconds=10.0)
     assert not costs.knows_target
@@ -95,7 +95,7 @@ def test_a_rehearsal_takes_no_token_for_granted_that_does_not_fit() -> None:
 
 def test_the_slow_down_of_a_step_beside_the_target_is_learned_apart() -> None:
     """Steps of 2 alone take 4 beside it, and a target of 10 takes 1 more for each."""
-    costs, on = LearnedCosts(), Context(5, (1,))
+    costs, on = MeasuredCosts(), Context(5, (1,))
     grow, verify = Grow(on, NO_TREE, GROWTH), Verify(on)
     tree = Tree(root_scored=True, steps=(1, 1))
     for _ in range(4):
@@ -110,7 +110,7 @@ def test_the_slow_down_of_a_step_beside_the_target_is_learned_apart() -> None:
 
 def test_what_comes_once_for_all_steps_is_learned_apart_from_them() -> None:
     """Drafts of 2 and 8 steps take 5 + 2 n; beside the target a step takes 1 more."""
-    costs, on = LearnedCosts(), Context(5, (1,))
+    costs, on = MeasuredCosts(), Context(5, (1,))
     for _ in range(6):
         for count in (2, 8):
             tree = Tree(root_scored=True, steps=(1,) * count)
@@ -127,7 +127,7 @@ def test_what_comes_once_for_all_steps_is_learned_apart_from_them() -> None:
 
 
 def test_steps_that_were_never_timed_alone_are_timed_beside_the_target() -> None:
-    costs, on, tree = LearnedCosts(), Context(5, (1,)), Tree(root_scored=True, steps=(1, 1))
+    costs, on, tree = MeasuredCosts(), Context(5, (1,)), Tree(root_scored=True, steps=(1, 1))
     for _ in range(2):
         report = Reports(tree=tree, drafting=Span(14.0, 22.0), verifying=Span(14.0, 26.0, 1))
         costs.observe({0: Orders(Grow(on, NO_TREE, GROWTH), Verify(on))}, {0: report})
@@ -135,7 +135,7 @@ def test_steps_that_were_never_timed_alone_are_timed_beside_the_target() -> None
 
 
 def test_forwards_that_are_padded_to_one_size_share_their_times() -> None:
-    costs = LearnedCosts(padded=lambda rows: 1 if rows == 1 else -(-rows // 16) * 16)
+    costs = MeasuredCosts(padded=lambda rows: 1 if rows == 1 else -(-rows // 16) * 16)
     for rows, seconds in ((1, 1.0), (5, 3.0), (16, 5.0), (9, 4.0), (17, 9.0)):
         costs.take("target", rows, seconds)
     assert [costs.target_seconds(rows) for rows in (1, 2, 16, 17, 32)] == [1.0, 4.0, 4.0, 9.0, 9.0]
@@ -144,18 +144,18 @@ def test_forwards_that_are_padded_to_one_size_share_their_times() -> None:
     assert costs.draft_seconds(7) == 3.0
 
 
-def verified(costs: LearnedCosts, rows: int, seconds: float) -> None:
+def verified(costs: MeasuredCosts, rows: int, seconds: float) -> None:
     orders = {0: Orders(verify=Verify(Context(9, (1,))))}
     costs.observe(orders, {0: Reports(verifying=Span(0.0, seconds, rows))})
 
 
-def grown(costs: LearnedCosts, steps: tuple[int, ...], seconds: float) -> None:
+def grown(costs: MeasuredCosts, steps: tuple[int, ...], seconds: float) -> None:
     orders = {0: Orders(draft=Grow(Context(9, (1,)), NO_TREE, GROWTH))}
     costs.observe(orders, {0: Reports(tree=Tree((), True, steps), drafting=Span(0.0, seconds, sum(steps)))})
 
 
 def test_a_time_in_which_something_was_set_up_is_not_believed() -> None:
-    costs = LearnedCosts()
+    costs = MeasuredCosts()
     for _ in range(3):
         for rows in (1, 16):
             verified(costs, rows, 1.0)
@@ -171,7 +171,7 @@ def test_a_time_in_which_something_was_set_up_is_not_believed() -> None:
 
 
 def test_what_has_become_slower_is_believed_when_it_is_met_again() -> None:
-    costs = LearnedCosts()
+    costs = MeasuredCosts()
     for _ in range(3):
         verified(costs, 4, 1.0)
         grown(costs, (1, 1), 0.4)

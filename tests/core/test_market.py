@@ -65,9 +65,9 @@ def test_a_row_that_costs_a_whole_forward_is_granted_to_nobody() -> None:
 
 
 def test_nothing_is_granted_without_costs_nor_without_offers() -> None:
-    from specbranch.core.costs import LearnedCosts
+    from specbranch.core.costs import MeasuredCosts
 
-    unknown = RowOffer((0.9,), 10.0, LearnedCosts(), 0)
+    unknown = RowOffer((0.9,), 10.0, MeasuredCosts(), 0)
     assert granted({7: unknown})[7].count == 0 and granted({}) == {} and let_draft({}) == {}
 
 

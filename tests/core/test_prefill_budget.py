@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from specbranch.config import LoadOptions, Rule, SamplingParams, SpeculativeConfig
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.members import Member
@@ -100,7 +100,7 @@ def test_spikes_do_not_change_the_budget() -> None:
 
 
 def test_seconds_of_an_earlier_process_serve_until_gaps_are_timed() -> None:
-    learned = LearnedCosts()
+    learned = MeasuredCosts()
     learned.take("target", 8, 0.1)
     costs = PromptCosts(learned)
     for _ in range(3):
@@ -186,7 +186,7 @@ def warmed(chunk: int = 1, decoding: int = 8, limits: RoundLimits | None = None)
     """A loop in which some sessions decode, whose rounds have been timed."""
     executor = OneForward(toy(chunk), gpu_like)
     limits = limits or RoundLimits(prefill_chunk=chunk, prompt_tokens=max(chunk, 64))
-    loop = Loop(executor, costs=LearnedCosts(), limits=limits)
+    loop = Loop(executor, costs=MeasuredCosts(), limits=limits)
     for number in range(decoding):
         joined(loop, number, 3)
     for _ in range(30):
@@ -258,7 +258,7 @@ def test_a_session_alone_waits_for_its_draft() -> None:
 def test_a_new_prompt_does_not_discard_a_step_that_was_launched_ahead() -> None:
     executor = OneForward(toy(1), gpu_like)
     limits = RoundLimits(prefill_chunk=1, prompt_tokens=64)
-    loop = Loop(executor, costs=LearnedCosts(launches_ahead=True), limits=limits)
+    loop = Loop(executor, costs=MeasuredCosts(launches_ahead=True), limits=limits)
     first = joined(loop, 0, 3)
     for _ in range(3):
         loop.step()
@@ -297,7 +297,7 @@ def test_with_a_table_no_forward_with_prompts_takes_twice_as_long_from_the_first
 def test_a_request_that_ends_does_not_keep_the_next_step_of_the_others_from_being_launched() -> None:
     executor = OneForward(toy(1), gpu_like)
     limits = RoundLimits(prefill_chunk=1, prompt_tokens=64)
-    loop = Loop(executor, costs=LearnedCosts(launches_ahead=True), limits=limits)
+    loop = Loop(executor, costs=MeasuredCosts(launches_ahead=True), limits=limits)
     short, long = joined(loop, 0, 3), joined(loop, 1, 3)
     short.limit = len(short.tokens) + 3
     while not short.finished:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Experience
 from specbranch.core.market import granted
 from specbranch.core.planner import Planner
@@ -27,7 +27,7 @@ def some_tree(rng: random.Random, size: int) -> Tree:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_a_device_would_choose_is_what_is_granted(seed: int) -> None:
-    rng, costs = random.Random(seed), LearnedCosts()
+    rng, costs = random.Random(seed), MeasuredCosts()
     slope = rng.choice([0.0, 0.02, 0.2, 1.0])
     for rows in (1, 2, 4, 9, 16):
         costs.count("target", rows, 0.01 * (1 + slope * rows))
@@ -43,7 +43,7 @@ def test_what_a_device_would_choose_is_what_is_granted(seed: int) -> None:
 
 
 def test_in_a_batch_and_without_trees_nothing_is_forecast() -> None:
-    costs = LearnedCosts()
+    costs = MeasuredCosts()
     costs.count("target", 1, 0.01)
     planner = Planner(Experience(costs=costs))
     planner.begin(100, 2)

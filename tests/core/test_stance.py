@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Loop
@@ -110,7 +110,7 @@ def test_what_was_found_is_believed_for_a_while_and_looked_at_again() -> None:
 
 def decoded(sessions: int, planning: float, monkeypatch: pytest.MonkeyPatch) -> list[Session]:
     """Decode toys on a modelled clock, some at once, with a host that takes so long to plan a round of each."""
-    executor, costs = virtual_clock(0.1, profile=PROFILE), LearnedCosts()
+    executor, costs = virtual_clock(0.1, profile=PROFILE), MeasuredCosts()
     real = Planner.begin
 
     def begin(self: Planner, *given: Any) -> None:

@@ -13,7 +13,7 @@ from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile, shipped_profiles
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import Part, SamplingParams, SpeculativeConfig
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Experience, Tally
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Loop
@@ -149,7 +149,7 @@ def kinds_between(session: Session, start: int, stop: int) -> dict[str, int]:
 
 KNOWLEDGE: dict[str, Callable[[CostProfile], Experience]] = {
     "known": Experience,
-    "learned": lambda profile: Experience(LearnedCosts(profile.overlap)),
+    "learned": lambda profile: Experience(MeasuredCosts(profile.overlap)),
 }
 
 
@@ -270,7 +270,7 @@ def test_what_one_request_has_shown_the_next_one_need_not_find_out() -> None:
 
 @pytest.mark.slow
 def test_costs_are_learned_from_the_rounds() -> None:
-    learned = LearnedCosts()
+    learned = MeasuredCosts()
     profile = CostProfile(target=((1, 0.01), (16, 0.02)), draft=((1, 0.002), (8, 0.004)), slow_down=0.0, host=0.001)
     play(Scripted.of(fresh(1000), 0.7, 15), AUTO, profile, Experience(learned))
     for rows in (1, 8, 16):

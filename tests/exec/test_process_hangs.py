@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from specbranch.config import SamplingParams
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Orders, Plan
@@ -365,7 +365,7 @@ def test_a_late_answer_is_dropped_and_the_child_is_used_again(method: str) -> No
 @pytest.mark.slow
 def test_a_rehearsal_waits_for_a_child_whose_first_round_takes_long() -> None:
     executor, _ = executor_with(recipe(make_slow_once, at=1, seconds=0.5), PATIENT)
-    costs = LearnedCosts(overlap=True)
+    costs = MeasuredCosts(overlap=True)
     with closing(executor):
         rehearse(executor, costs, VOCABULARY, True, HANG)
     assert rehearsed(costs, True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specbranch.config import Rule, SamplingParams, SpeculativeConfig
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.orders import Context, Draft, Grow, Orders, Plan, Prefill, Verify
@@ -144,7 +144,7 @@ def test_where_only_one_model_has_work_the_other_is_left_alone() -> None:
 
 def test_both_spans_lie_beside_each_other_and_the_costs_learn_what_that_adds() -> None:
     executor, _ = pair(4)
-    costs, orders = LearnedCosts(), {0: Orders(grow(), Verify(ON))}
+    costs, orders = MeasuredCosts(), {0: Orders(grow(), Verify(ON))}
     report = executor.run(orders)[0]
     assert report.drafting and report.verifying
     assert report.verifying.start <= report.drafting.start < report.drafting.end <= report.verifying.end

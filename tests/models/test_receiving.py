@@ -13,7 +13,7 @@ import torch
 
 from counting_runner import CountingRunner
 from specbranch.config import SamplingParams
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.pages import Pool
 from specbranch.core.rehearsal import rehearse
 from specbranch.core.request import Request
@@ -159,6 +159,6 @@ def test_a_rehearsal_has_a_tree_received_so_that_nothing_is_made_ready_later(
     kind: type[Serial], decoders: tuple[Any, Any]
 ) -> None:
     works = executor(decoders, kind)[0]
-    rehearse(works, LearnedCosts(), 131, has_draft=True, seconds=0.0, set_up=True)
+    rehearse(works, MeasuredCosts(), 131, has_draft=True, seconds=0.0, set_up=True)
     assert counts(works)[0] > 0
     works.target.runner.check()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a round costs: seconds by rows, from a cost profile or learned from the spans of earlier rounds.
+"""What a round costs: seconds by rows, from a cost profile, or timed at load.
 
 Owns the estimates; what they are used for is the planner's. Invariant: an estimate depends on measured times and on the
 number of rows of all sessions together, never on which tokens these are.
@@ -10,20 +10,20 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from operator import itemgetter
 from statistics import median
 from typing import Literal, Protocol, get_args
 
 from specbranch.core.orders import DraftOrder, Orders, Prefill, Reports, Span, Verify
 
-TIMES_KEPT = 15  # times that are kept for a number of rows; their median is the estimate
+TIMES_KEPT = 15  # latest values that a median is taken of
 SLOPE = 0.05  # share of the seconds of one row that each further row of a target forward adds, until more is timed
 LANE = 0.05  # the same for each further row of a draft step
-APART = 3  # steps by which two rounds have to differ to separate the draft's setup from its steps
-MOST_SETUP = 0.9  # share of a draft's seconds that may count as setup
-SLOW = 4.0  # a time over this many times the expected one counts only if the next is as slow: it may be a setup
+MOST_RATIO = 1.5  # a round counts as at most this many times as slow, or as fast, as expected
+FACTOR_PACE = 0.1  # part of a round's ratio, in logarithms, that the machine's common factor takes over
+POINT_PACE = 0.02  # the same for the timed point of that size
 MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
-Timed = Literal["target", "step", "setup", "slow_down", "draft_slow_down", "host"]
+Model = Literal["target", "draft"]
+RoundKind = Literal["plain", "lookup", "draft"]
 CostPoints = list[tuple[int, float]]  # seconds by rows, ascending
 Padded = Callable[[int], int]  # the rows of a forward to those it is computed with
 
@@ -90,10 +90,69 @@ class Costs(Protocol):
         ...
 
 
-class LearnedCosts:
-    """Costs learned from rounds: the latest times of each kind, by rows. What has no rows is filed under 0.
+class Recent:
+    """The median of the latest values."""
 
-    If target forwards are padded, all forwards of one padded size share their times.
+    def __init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=TIMES_KEPT)
+
+    def add(self, value: float) -> None:
+        """Take in a value."""
+        self.values.append(value)
+
+    @property
+    def median(self) -> float:
+        """The median; 0 while there is no value."""
+        return median(self.values) if self.values else 0.0
+
+
+class Curve:
+    """Seconds by rows: timed points, each corrected slowly by later rounds."""
+
+    def __init__(self, slope: float) -> None:
+        """`slope`: share of the seconds of one row that each further row adds, until more is timed."""
+        self.points: dict[int, float] = {}
+        self._slope = slope
+        self._sorted: CostPoints = []
+        self._first: dict[int, float] = {}  # what the first forward of a size took, if it was not timed at load
+
+    def set(self, rows: int, seconds: float) -> None:
+        """Note a time that was measured at load."""
+        self.points[rows] = seconds
+        self._sorted = sorted(self.points.items())
+
+    def seconds(self, rows: int) -> float:
+        """Return the seconds for so many rows."""
+        return seconds_at(self._sorted, rows, self._slope)
+
+    def covers(self, rows: int) -> bool:
+        """True if this size, or smaller and larger ones, have been timed."""
+        return bool(self.points) and self._sorted[0][0] <= rows <= self._sorted[-1][0]
+
+    def meet(self, rows: int, seconds: float) -> bool:
+        """Note a time of a size beyond the timed ones; returns False for any other size.
+
+        The first one may include a setup. So the shorter of the first two counts.
+        """
+        if self.covers(rows):
+            return False
+        if rows in self._first:
+            self.set(rows, min(self._first.pop(rows), seconds))
+        else:
+            self._first[rows] = seconds
+        return True
+
+    def correct(self, rows: int, ratio: float) -> None:
+        """Correct the estimate at so many rows by a small part of a measured ratio."""
+        self.set(rows, self.seconds(rows) * ratio**POINT_PACE)
+
+
+class MeasuredCosts:
+    """Costs timed at load (`rehearsal.py`), and corrected by rounds.
+
+    A common factor follows the speed of the machine: it is the same for both models, so a phase in which everything is
+    slow changes no comparison. What remains corrects the point of the size. A single slow round hardly counts: ratios
+    are clipped. If target forwards are padded, all forwards of one padded size share their time.
     """
 
     prices_all = False  # planning itself takes time
@@ -101,94 +160,69 @@ class LearnedCosts:
     def __init__(self, overlap: bool = True, padded: Padded | None = None, launches_ahead: bool = False) -> None:
         self.overlap, self.launches_ahead = overlap, launches_ahead
         self._padded = padded
-        self.times: dict[Timed, dict[int, deque[float]]] = {kind: {} for kind in get_args(Timed)}
-        # what was learned since the last save; None: nothing is saved
-        self.news: list[tuple[Timed, int, float]] | None = None
-        self._medians: dict[Timed, dict[int, float]] = {kind: {} for kind in get_args(Timed)}
-        self._sorted: dict[Timed, CostPoints] = {}  # a cache, until the next time is added
-        self._first_dropped: set[tuple[Timed, int]] = set()
-        self._doubted: set[tuple[Timed, int]] = set()
+        self.target, self.step = Curve(SLOPE), Curve(LANE)
+        self.setup = 0.0
+        self.factor = 1.0  # of this machine now, by the machine at load
+        self.hosts: dict[RoundKind, Recent] = {kind: Recent() for kind in get_args(RoundKind)}
+        self.slow_downs: dict[Model, Recent] = {model: Recent() for model in get_args(Model)}
         self._ended: float | None = None
-        self._drafts: dict[tuple[int, int], float] = {}  # the latest seconds of drafting in a round, by steps and width
+        self._gaps = 0.0  # seconds of the host in this round so far
+        self._drafts = False  # the draft has worked in this round
 
     @property
     def draft_setup(self) -> float:
         """Seconds that the draft needs once in a round, beside its steps."""
-        return seconds_at(self._points("setup"), 0, 0.0)
+        return self.factor * self.setup
 
     @property
     def slow_down(self) -> float:
         """Seconds that each draft step adds to a target forward at the same time."""
-        return max(seconds_at(self._points("slow_down"), 0, 0.0), 0.0)
+        return max(self.slow_downs["target"].median, 0.0)
 
     @property
     def draft_slow_down(self) -> float:
         """Seconds that a target forward adds to each draft step at the same time."""
-        return max(seconds_at(self._points("draft_slow_down"), 0, 0.0), 0.0)
+        return max(self.slow_downs["draft"].median, 0.0)
 
     @property
     def host(self) -> float:
-        """Seconds between the end of a round and the start of the next."""
-        return seconds_at(self._points("host"), 0, 0.0)
+        """Seconds of a plain round outside both models."""
+        return self.host_of("plain")
+
+    def host_of(self, kind: RoundKind) -> float:
+        """Return the seconds of a round outside both models; of a kind that is unknown, those of a known one."""
+        return self.hosts[kind].median if self.hosts[kind].values else max(one.median for one in self.hosts.values())
 
     @property
     def ahead_saves(self) -> float:
-        """Seconds that launching ahead saves: the host's part of a round.
-
-        A round launched ahead waits for almost nothing; the others wait longer than the average.
-        """
+        """Seconds that launching ahead saves: the host's part of a round."""
         return self.host
 
     @property
     def knows_target(self) -> bool:
         """True if a target forward has been timed."""
-        return bool(self.times["target"])
+        return bool(self.target.points)
 
     @property
     def knows_draft(self) -> bool:
         """True if a draft step has been timed."""
-        return bool(self.times["step"])
+        return bool(self.step.points)
 
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
-        """Return the seconds of one target forward over `tokens` rows.
-
-        `context` is ignored: the latest times are those at the present context length.
-        """
-        return seconds_at(self._points("target"), self._size("target", tokens), SLOPE)
+        """Return the seconds of one target forward over `tokens` rows."""
+        return self.factor * self.target.seconds(self._rows(tokens))
 
     def covers(self, rows: int) -> bool:
         """True if target forwards of this size, or of smaller and larger ones, have been timed."""
-        sizes = self.times["target"]
-        return bool(sizes) and min(sizes) <= self._size("target", rows) <= max(sizes)
+        return self.target.covers(self._rows(rows))
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
         """Return the seconds of one draft forward over `width` rows."""
-        return seconds_at(self._points("step"), width, LANE)
+        return self.factor * self.step.seconds(width)
 
     def pause(self) -> None:
         """Note an idle pause: the time to the next round is no host time."""
-        self._ended = None
-
-    def add(self, kind: Timed, rows: int, seconds: float) -> None:
-        """Learn a measured time. The first one at about this number of rows is dropped: it may include setup."""
-        size = (kind, rows.bit_length())
-        if size in self._first_dropped:
-            self.count(kind, rows, seconds)
-        self._first_dropped.add(size)
-
-    def count(self, kind: Timed, rows: int, seconds: float) -> None:
-        """Learn a measured time, and note it as news for the next save."""
-        self.take(kind, rows, seconds)
-        if self.news is not None:
-            self.news.append((kind, rows, seconds))
-
-    def take(self, kind: Timed, rows: int, seconds: float) -> None:
-        """Learn a time without noting it as news."""
-        rows = self._size(kind, rows)
-        times = self.times[kind].setdefault(rows, deque(maxlen=TIMES_KEPT))
-        times.append(seconds)
-        self._medians[kind][rows] = median(times)
-        self._sorted.pop(kind, None)
+        self._ended, self._gaps, self._drafts = None, 0.0, False
 
     def observe(self, orders: Mapping[int, Orders], reports: Mapping[int, Reports], prefilled: bool = False) -> None:
         """Learn from a round of all sessions together; `prefilled`: its forward had prompt tokens of the round before.
@@ -200,77 +234,64 @@ class LearnedCosts:
         steps = _steps(reports)
         overlaps = drafting is not None and verifying is not None and _overlap(drafting, verifying)
         if drafting is not None and steps and not any(_prefills(order.draft) for order in orders.values()):
-            self._drafted(drafting, steps, overlaps)
+            self._drafted(drafting.seconds, steps, overlaps)
         prefilled = prefilled or any(order.prefill or _prefills(order.verify) for order in orders.values())
         if verifying is not None and not prefilled:
             self._verified(verifying, len(steps) if overlaps else 0)
-        self._between([span for span in (drafting, verifying) if span is not None])
+        self._drafts |= drafting is not None
+        self._between([span for span in (drafting, verifying) if span is not None], _kind_of(orders, self._drafts))
 
-    def _size(self, kind: Timed, rows: int) -> int:
-        """Return the number of rows under which a time is filed."""
-        return self._padded(rows) if self._padded is not None and kind == "target" else rows
+    def _rows(self, rows: int) -> int:
+        """Return the number of rows with which a target forward is computed."""
+        return self._padded(rows) if self._padded is not None else rows
 
-    def _points(self, kind: Timed) -> CostPoints:
-        if kind not in self._sorted:
-            self._sorted[kind] = sorted(self._medians[kind].items())
-        return self._sorted[kind]
-
-    def _drafted(self, span: Span, steps: list[int], overlaps: bool) -> None:
-        """Learn from the draft's part of a round.
-
-        Until a step has been timed alone, an overlapped one counts instead.
-        """
+    def _drafted(self, seconds: float, steps: list[int], overlaps: bool) -> None:
+        """Learn from the draft's part of a round."""
+        expected = self.draft_setup + sum(self.draft_seconds(width) for width in steps)
         if overlaps and self.knows_draft:
-            seconds = (span.seconds - self.draft_setup) / len(steps)
-            self.add("draft_slow_down", 0, seconds - self.draft_seconds(_mean(steps)))
-        elif not self._doubts("step", _mean(steps), span.seconds, self._draft_expected(steps)):
-            self.drafted(steps, span.seconds, self.add)
-
-    def _draft_expected(self, steps: Sequence[int]) -> float:
-        return self.draft_setup + len(steps) * self.draft_seconds(_mean(steps))
-
-    def _doubts(self, kind: Timed, rows: int, seconds: float, expected: float) -> bool:
-        """True if a time is dropped as an outlier: SLOW times the expected one, and the time before it was not."""
-        at = kind, self._size(kind, rows)
-        if 0.0 < SLOW * expected < seconds and at not in self._doubted:
-            self._doubted.add(at)
-            return True
-        self._doubted.discard(at)
-        return False
-
-    def drafted(self, steps: Sequence[int], seconds: float, add: Callable[[Timed, int, float], None]) -> None:
-        """Learn from a draft that worked alone: the seconds of its steps, and those of its setup."""
-        width = _mean(steps)
-        if (setup := self._setup_beside(len(steps), width, seconds)) is not None:
-            add("setup", 0, setup)
-        self._drafts[len(steps), width] = seconds
-        add("step", width, max(seconds - self.draft_setup, (1.0 - MOST_SETUP) * seconds) / len(steps))
-
-    def _setup_beside(self, steps: int, width: int, seconds: float) -> float | None:
-        """Return the setup's seconds, by an earlier round with other steps and about the same width; None: there is
-        none."""
-        others = [at for at in self._drafts if abs(at[0] - steps) >= APART and abs(at[1] - width) <= 1]
-        if not others:
-            return None
-        other = max(others, key=lambda at: abs(at[0] - steps))
-        step = (seconds - self._drafts[other]) / (steps - other[0])
-        shorter, count = min((seconds, steps), (self._drafts[other], other[0]), key=itemgetter(1))
-        return min(max(shorter - step * count, 0.0), MOST_SETUP * shorter)
+            self.slow_downs["draft"].add((seconds - expected) / len(steps))
+        elif not self.step.meet(_mean(steps), (seconds / self.factor - self.setup) / len(steps)):
+            ratio = self._clipped(seconds / expected)
+            for width in set(steps):
+                self.step.correct(width, ratio)
+            self.factor *= ratio**FACTOR_PACE
 
     def _verified(self, span: Span, steps: int) -> None:
         """Learn from the target's part of a round; `steps`: draft steps at the same time."""
-        if not steps:
-            if not self._doubts("target", span.tokens, span.seconds, self.target_seconds(span.tokens)):
-                self.add("target", span.tokens, span.seconds)
-        elif self.knows_target:
-            self.add("slow_down", 0, (span.seconds - self.target_seconds(span.tokens)) / steps)
+        rows = self._rows(span.tokens)
+        if steps:
+            if self.knows_target:
+                self.slow_downs["target"].add((span.seconds - self.target_seconds(span.tokens)) / steps)
+        elif not self.target.meet(rows, span.seconds / self.factor):
+            ratio = self._clipped(span.seconds / self.target_seconds(span.tokens))
+            self.target.correct(rows, ratio)
+            self.factor *= ratio**FACTOR_PACE
 
-    def _between(self, spans: list[Span]) -> None:
+    @staticmethod
+    def _clipped(ratio: float) -> float:
+        return min(max(ratio, 1.0 / MOST_RATIO), MOST_RATIO)
+
+    def _between(self, spans: list[Span], kind: RoundKind | None) -> None:
+        """Learn the host's part of a round, which ends with a verify."""
         if not spans:
             return
         if self._ended is not None:
-            self.add("host", 0, max(min(span.start for span in spans) - self._ended, 0.0))
+            self._gaps += max(min(span.start for span in spans) - self._ended, 0.0)
+            if kind is not None:
+                self.hosts[kind].add(self._gaps)
         self._ended = max(span.end for span in spans)
+        if kind is not None:
+            self._gaps, self._drafts = 0.0, False
+
+
+def _kind_of(orders: Mapping[int, Orders], drafted: bool) -> RoundKind | None:
+    """Return the kind of a round; None: the round goes on with a verify. `drafted`: in an earlier part of it."""
+    verifies = [order.verify for order in orders.values() if order.verify is not None]
+    if not verifies:
+        return None
+    if drafted:
+        return "draft"
+    return "lookup" if any(verify.tokens for verify in verifies) else "plain"
 
 
 def _prefills(order: DraftOrder | Verify | None) -> bool:

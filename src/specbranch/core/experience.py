@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from specbranch.core.costs import Costs, LearnedCosts
+from specbranch.core.costs import Costs, MeasuredCosts
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.stance import Stance
 from specbranch.core.trees import Chances
@@ -164,8 +164,8 @@ class Experience:
 
     def __init__(self, costs: Costs | None = None, has_draft: bool = True) -> None:
         """Learn costs unless `costs` are given."""
-        self.costs: Costs = LearnedCosts() if costs is None else costs
-        self.learned = self.costs if isinstance(self.costs, LearnedCosts) else None
+        self.costs: Costs = MeasuredCosts() if costs is None else costs
+        self.learned = self.costs if isinstance(self.costs, MeasuredCosts) else None
         self.has_draft = has_draft
         self.insight = Insight()
         self.stance = None if self.costs.prices_all else Stance(self._most_plain)

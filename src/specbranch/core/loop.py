@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.market import Grant, LaneOffer, RowOffer, granted, let_draft
 from specbranch.core.members import Member
 from specbranch.core.methods import MethodRounds
@@ -110,7 +110,7 @@ class Loop:
         self,
         executor: Executor,
         trace: Trace | None = None,
-        costs: LearnedCosts | None = None,
+        costs: MeasuredCosts | None = None,
         limits: RoundLimits | None = None,
         table: TimesForwards | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from statistics import median
 
-from specbranch.core.costs import LearnedCosts, seconds_at
+from specbranch.core.costs import MeasuredCosts, seconds_at
 from specbranch.core.market import MOST_LANES, MOST_ROWS
 from specbranch.core.members import Member
 from specbranch.core.orders import Orders, Reports, Verify
@@ -93,7 +93,7 @@ class PromptCosts:
     there is a table, it always bounds the forward: learned times know nothing of padding.
     """
 
-    def __init__(self, costs: LearnedCosts | None = None, table: TimesForwards | None = None) -> None:
+    def __init__(self, costs: MeasuredCosts | None = None, table: TimesForwards | None = None) -> None:
         """Know nothing yet; `costs`: learned seconds of forwards without prompt tokens."""
         self._costs, self._table = costs, table
         self._gaps = TimesBySize()  # without prompt tokens, by decode rows

@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import product, zip_longest
+from statistics import median
 
 from specbranch.config import SamplingParams
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Insight
 from specbranch.core.loop import Executor
 from specbranch.core.orders import Context, Draft, Grow, Orders, Plan, Reports, Verify
@@ -26,18 +27,18 @@ REHEARSED_ROWS = (1, 16, 4, 8, 2)  # the most informative first: time may run ou
 REHEARSED_WIDTHS = (1, 8, 4, 2)
 REHEARSED_LENGTHS = (2, 6)  # steps of a draft: two lengths, to separate the steps from the setup
 REHEARSAL_TURNS = 3  # repetitions; their median counts
+LEAST_STEP = 0.25  # share of a step in its part of a draft's seconds, at least: noise may show less
 WARM_UP_SECONDS = 60.0  # that a draft in another process has for its first round, beyond the round's own wait
 LOOK_EVERY = 0.05  # seconds
 
 
-def rehearsed(costs: LearnedCosts, has_draft: bool) -> bool:
+def rehearsed(costs: MeasuredCosts, has_draft: bool) -> bool:
     """True if few and many rows have been timed already, and draft steps if there is a draft."""
-    rows = costs.times["target"]
-    return bool(rows) and min(rows) <= 2 and max(rows) >= 8 and (costs.knows_draft or not has_draft)
+    return costs.covers(2) and costs.covers(8) and (costs.knows_draft or not has_draft)
 
 
 def rehearse(
-    executor: Executor, costs: LearnedCosts, vocabulary: int, has_draft: bool, seconds: float, set_up: bool = False
+    executor: Executor, costs: MeasuredCosts, vocabulary: int, has_draft: bool, seconds: float, set_up: bool = False
 ) -> None:
     """Time rounds of chosen sizes for about `seconds` at most; slow or small models get fewer of them.
 
@@ -50,6 +51,7 @@ def rehearse(
         _warm_up(executor, prefill, on)
         for orders in (*_received(on, has_draft), *_trials(on, has_draft)) if set_up else ():
             _warm_up(executor, orders, on)
+        times = RehearsedTimes()
         over, longest = executor.now() + seconds, 0.0
         for orders in _trials(on, has_draft) * REHEARSAL_TURNS:
             start = executor.now()
@@ -57,7 +59,8 @@ def rehearse(
                 break
             report = executor.run({NUMBER: orders})[NUMBER]
             longest = max(longest, executor.now() - start)
-            _take(costs, report)
+            times.take(report)
+        times.give(costs)
     except SpecBranchError:  # such as a context that is too short: what is not timed now is learned later
         pass
     finally:
@@ -105,8 +108,30 @@ def _grow(on: Context, width: int, steps: int) -> Grow:
     return Grow(on, NO_TREE, growth)
 
 
-def _take(costs: LearnedCosts, report: Reports) -> None:
-    if report.verifying is not None and report.verdict is not None:
-        costs.count("target", report.verifying.tokens, report.verifying.seconds)
-    if report.drafting is not None and report.tree is not None and (steps := report.tree.steps):
-        costs.drafted(steps, report.drafting.seconds, costs.count)
+class RehearsedTimes:
+    """The times of one rehearsal."""
+
+    def __init__(self) -> None:
+        self._targets: dict[int, list[float]] = {}  # by rows
+        self._drafts: dict[int, dict[int, list[float]]] = {}  # by width, then by number of steps
+
+    def take(self, report: Reports) -> None:
+        """Note the times of a round."""
+        if report.verifying is not None and report.verdict is not None:
+            self._targets.setdefault(report.verifying.tokens, []).append(report.verifying.seconds)
+        if report.drafting is not None and report.tree is not None and (steps := report.tree.steps):
+            by_steps = self._drafts.setdefault(max(steps), {})
+            by_steps.setdefault(len(steps), []).append(report.drafting.seconds)
+
+    def give(self, costs: MeasuredCosts) -> None:
+        """Set the medians: of forwards by rows, and of draft steps by width. What steps do not explain is setup."""
+        for rows, times in self._targets.items():
+            costs.target.set(rows, median(times))
+        setups = []
+        for width, by_steps in self._drafts.items():
+            (few, shorter), (many, longer) = ((n, median(by_steps[n])) for n in (min(by_steps), max(by_steps)))
+            step = (longer - shorter) / (many - few) if many > few else longer / many
+            step = max(step, LEAST_STEP * longer / many)
+            costs.step.set(width, step)
+            setups.append(max(shorter - few * step, 0.0))
+        costs.setup = median(setups) if setups else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specbranch.config import SamplingParams, SpeculativeConfig
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import find_method
@@ -22,7 +22,7 @@ def greedy_session(prompt: Sequence[int], tokens: int, eos: Sequence[int] = ()) 
 
 def start(executor: Executor, session: Session, method: str, trace: Trace | None = None) -> Loop:
     """Start a request with a method that learns costs; return its loop."""
-    costs, config = LearnedCosts(), SpeculativeConfig(method=method)
+    costs, config = MeasuredCosts(), SpeculativeConfig(method=method)
     loop = Loop(executor, trace, costs)
     loop.join(session, find_method(method, True).start(session, config, Experience(costs)))
     return loop

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specbranch.config import SamplingParams, SpeculativeConfig
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS, PLAIN, MethodRounds, find_method
+from specbranch.core.rehearsal import rehearse
 from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.errors import BadParameter
@@ -23,6 +24,7 @@ from specbranch.lab.regret.toy_pair import Script, Scripts
 from specbranch.lab.replay.decode import Diverged
 
 PLAIN_ARM = "plain"
+LAB_REHEARSAL_SECONDS = 60.0  # on the machine's clock; all sizes get their turns
 ARMS: dict[str, SpeculativeConfig] = {
     PLAIN_ARM: SpeculativeConfig(method=PLAIN),
     "lookup": SpeculativeConfig(method="lookup"),
@@ -111,10 +113,14 @@ class CaseRun:
     def __init__(self, scripts: Scripts, one: Contender) -> None:
         self.scripts, self.contender = scripts, one
         self.clock = MachineClock(scripts, self._progress)
-        self.experience = Experience(LearnedCosts(overlap=scripts.case.overlap), has_draft=True)
+        self.experience = Experience(MeasuredCosts(overlap=scripts.case.overlap), has_draft=True)
         self._loop = Loop(self.clock, costs=self.experience.learned if one.learns_costs else None)
         self._sessions: list[Session] = []
         self._ended = 0  # tokens of earlier batches
+        if one.learns_costs and self.experience.learned is not None:  # as an engine does when it loads
+            rehearse(
+                self.clock, self.experience.learned, scripts.vocabulary, True, LAB_REHEARSAL_SECONDS, set_up=True
+            )
 
     def run(self) -> Run:
         """Decode all batches."""
