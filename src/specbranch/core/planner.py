@@ -117,7 +117,7 @@ class Planner:
         """
         self._copying = batch_size == 1 and self._ngrams is not None and self._ngrams.find(1)[0] >= COPIED
         stance = self._stance
-        return stance is not None and stance.plainly(batch_size)
+        return False
 
     @property
     def _stance(self) -> Stance | None:

@@ -16,14 +16,15 @@ from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Insight
 from specbranch.core.loop import Executor
 from specbranch.core.orders import Context, Draft, Grow, Orders, Plan, Reports, Verify
+from specbranch.core.planner import PLANNED_ROWS
 from specbranch.core.request import Request
 from specbranch.core.sending import Sending
 from specbranch.core.trees import NO_TREE, Growth
 from specbranch.errors import SpecBranchError
 
 NUMBER = -1  # the session of the warm-up; no request has it
-REHEARSAL_PROMPT = tuple(range(1, 18))  # as long as the most rows, because its own tokens are verified
-REHEARSED_ROWS = (1, 16, 4, 8, 2)  # the most informative first: time may run out
+REHEARSAL_PROMPT = tuple(range(1, 66))  # as long as the most rows, because its own tokens are verified
+REHEARSED_ROWS = (1, 16, 4, 8, 2, 32, 64)  # the most informative first: time may run out
 REHEARSED_WIDTHS = (1, 8, 4, 2)
 REHEARSED_LENGTHS = (2, 6)  # steps of a draft: two lengths, to separate the steps from the setup
 REHEARSAL_TURNS = 3  # repetitions; their median counts
@@ -95,7 +96,7 @@ def _trials(on: Context, has_draft: bool) -> list[Orders]:
 
 def _received(on: Context, has_draft: bool) -> list[Orders]:
     """Return a tree behind the target's latest token, which the target may start to verify on its device."""
-    sending = Sending((0.0,) * (max(REHEARSED_ROWS) - 1), max(REHEARSED_ROWS) - 1)
+    sending = Sending((0.0,) * (PLANNED_ROWS - 1), PLANNED_ROWS - 1)
     said = Context(0, (*on.tail, on.tail[0]))
     return [Orders(replace(_grow(said, 1, 2), sending=lambda: sending))] if has_draft else []
 
