@@ -97,6 +97,11 @@ class CostProfile:
         """Seconds that launching ahead saves in a round."""
         return max(self.asking - self.hearing, 0.0)
 
+    @property
+    def draft_host(self) -> float:
+        """Seconds of the host that drafting before a verify adds to a round: it is a run of its own."""
+        return self.host
+
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
         """Return the seconds of one target forward over `tokens` rows; `context`: tokens before them, None: as
         measured."""

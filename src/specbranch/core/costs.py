@@ -67,6 +67,11 @@ class Costs(Protocol):
         ...
 
     @property
+    def draft_host(self) -> float:
+        """Seconds of the host that drafting before a verify adds to a round."""
+        ...
+
+    @property
     def slow_down(self) -> float:
         """Seconds that each draft step adds to a target forward at the same time."""
         ...
@@ -167,7 +172,7 @@ class MeasuredCosts:
         self.slow_downs: dict[Model, Recent] = {model: Recent() for model in get_args(Model)}
         self._ended: float | None = None
         self._gaps = 0.0  # seconds of the host in this round so far
-        self._drafts = False  # the draft has worked in this round
+        self._drafts = False  # the draft has worked in this round, before the verify
 
     @property
     def draft_setup(self) -> float:
@@ -188,6 +193,11 @@ class MeasuredCosts:
     def host(self) -> float:
         """Seconds of a plain round outside both models."""
         return self.host_of("plain")
+
+    @property
+    def draft_host(self) -> float:
+        """Seconds of the host that drafting before a verify adds to a round."""
+        return max(self.host_of("draft") - self.host, 0.0) if self.hosts["draft"].values else self.host
 
     def host_of(self, kind: RoundKind) -> float:
         """Return the seconds of a round outside both models; of a kind that is unknown, those of a known one."""
@@ -238,7 +248,7 @@ class MeasuredCosts:
         prefilled = prefilled or any(order.prefill or _prefills(order.verify) for order in orders.values())
         if verifying is not None and not prefilled:
             self._verified(verifying, len(steps) if overlaps else 0)
-        self._drafts |= drafting is not None
+        self._drafts |= drafting is not None and verifying is None
         self._between([span for span in (drafting, verifying) if span is not None], _kind_of(orders, self._drafts))
 
     def _rows(self, rows: int) -> int:

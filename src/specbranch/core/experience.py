@@ -52,7 +52,8 @@ USUAL_LOOK = (
 USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.5), (0.8, 1.8), (1.2, 2.0), (1.5, 2.4), (1.7, 2.8), (1.8, 2.9))
 LEARNING_PACE = 0.06  # step size of learning these shifts
 MOST_SHIFT = 30.0  # log-odds: a larger shift adds no certainty, and its exponential may overflow
-LATELY = 400.0  # tokens over which the decoding rate is measured
+import os
+LATELY = float(os.environ.get('LATELY','400'))  # tokens over which the decoding rate is measured
 EXPERIENCE_TOKENS = 1 << 16  # most tokens that a saved rate may count
 PROBING = 0.01  # share of the seconds that may go to probes: asking a draft that does not pay
 IN_BATCH = 0.5  # factor on PROBING in a batch: a draft gains less there
@@ -155,7 +156,7 @@ class Insight:
 
         The initial estimate is half as many tokens again as plain decoding.
         """
-        few = 40.0
+        few = float(os.environ.get('FEW','40'))
         return max((few * 1.5 + self.tokens) / max(few * plain + self.seconds, 1e-12), 1.0 / max(plain, 1e-12))
 
 
