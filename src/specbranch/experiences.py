@@ -19,14 +19,13 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 from filelock import FileLock, Timeout
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.costs import TIMES_KEPT, Costs, Curve, MeasuredCosts, Recent
+from specbranch.core.costs import TIMES_KEPT, Costs, Curve, MeasuredCosts, Recent, RoundKind
 from specbranch.core.experience import EXPERIENCE_TOKENS, MOST_SHIFT, Experience, Insight, News, Tally
-from specbranch.core.stance import MOST_SPAN, Findings
 from specbranch.files import replacing
 
 log = logging.getLogger("specbranch")
@@ -72,8 +71,6 @@ class Experiences:
             if self._writer:
                 made.insight = self._kept.insights.pop(name, made.insight)
                 made.insight.news = []
-                if made.stance is not None:
-                    made.stance.believe(self._kept.stances.pop(name, {}))
         return self._made[name]
 
     def write(self, last: bool = False) -> None:
@@ -101,7 +98,6 @@ class Experiences:
         news = LearnedNews(
             costs_to_dict(self.learned),
             {name: one.insight.news for name, one in made if one.insight.news},
-            {name: one.stance.found() for name, one in made if one.stance is not None},
         )
         for _, one in made:
             one.insight.news = None if begin is None else begin.copy()
@@ -110,11 +106,10 @@ class Experiences:
 
 @dataclass(frozen=True, slots=True)
 class LearnedNews:
-    """What was learned and is not in the file yet. Of `costs` and `stances`, only the latest count."""
+    """What was learned and is not in the file yet. Of `costs`, only the latest count."""
 
     costs: SavedCosts | None = None
     insights: dict[str, list[News]] = field(default_factory=dict)
-    stances: dict[str, Findings] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.costs or self.insights)
@@ -125,7 +120,7 @@ class LearnedNews:
             name: [*self.insights.get(name, ()), *later.insights.get(name, ())][-MOST_NEWS:]
             for name in {**self.insights, **later.insights}
         }
-        return LearnedNews(later.costs or self.costs, insights, {**self.stances, **later.stances})
+        return LearnedNews(later.costs or self.costs, insights)
 
 
 class BackgroundWriter:
@@ -182,7 +177,6 @@ class Kept:
 
     costs: SavedCosts | None = None
     insights: dict[str, Insight] = field(default_factory=dict)
-    stances: dict[str, Findings] = field(default_factory=dict)
 
     def give(self, costs: MeasuredCosts) -> None:
         """Copy the times into `costs`."""
@@ -192,16 +186,15 @@ class Kept:
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""
         insights = {name: _insight_to_dict(insight) for name, insight in self.insights.items()}
-        return {"costs": self.costs, "insights": insights, "stances": self.stances}
+        return {"costs": self.costs, "insights": insights}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Kept:
         """Build it from JSON values. Raises if something does not fit, or a number is impossible."""
         insights = {str(name): _insight(saved) for name, saved in values["insights"].items()}
-        stances = {str(name): _findings(saved) for name, saved in values["stances"].items()}
         if values["costs"] is not None:
             set_costs(MeasuredCosts(), values["costs"])  # raises if a number is impossible
-        return cls(values["costs"], insights, stances)
+        return cls(values["costs"], insights)
 
     def add(self, news: LearnedNews) -> None:
         """Merge news. Impossible values, such as the time of a round in which the machine slept, are left out: they
@@ -215,8 +208,6 @@ class Kept:
             for of, at, value in learned:
                 if of != "pace" or (_is_in(value, 0.0, HOUR) and 0 <= at <= EXPERIENCE_TOKENS // 2):
                     insight.take(of, at, value)
-        for name, found in news.stances.items():
-            self.stances[name] = {**self.stances.get(name, {}), **found}
 
 
 class ExperienceFile:
@@ -277,8 +268,9 @@ def costs_to_dict(costs: MeasuredCosts) -> SavedCosts | None:
     if not costs.knows_target:
         return None
     curves = {name: {str(rows): seconds for rows, seconds in curve.points.items()} for name, curve in _curves(costs)}
-    recent = {name: list(one.values) for name, one in _recent(costs)}
-    return {**curves, **recent, "setup": costs.setup}
+    hosts = [[kind, size, list(one.values)] for (kind, size), one in costs.hosts.items()]
+    slow_downs = {model: list(one.values) for model, one in costs.slow_downs.items()}
+    return {**curves, "setup": costs.setup, "hosts": hosts, "slow_downs": slow_downs}
 
 
 def set_costs(costs: MeasuredCosts, saved: SavedCosts) -> None:
@@ -286,8 +278,14 @@ def set_costs(costs: MeasuredCosts, saved: SavedCosts) -> None:
     for name, curve in _curves(costs):
         for rows, seconds in saved[name].items():
             curve.set(_count(rows, 1, MOST_KNOWN_ROWS), _number(seconds, 1e-9, HOUR))
-    for name, one in _recent(costs):
-        for seconds in saved[name][-TIMES_KEPT:]:
+    for kind, size, times in saved["hosts"]:
+        if kind not in get_args(RoundKind):
+            raise ValueError(f"{kind!r:.40} is no kind of round")
+        recent = costs.hosts.setdefault((kind, _count(str(size), 1, MOST_LOAD)), Recent())
+        for seconds in times[-TIMES_KEPT:]:
+            recent.add(_number(seconds, 0.0, HOUR))
+    for model, one in costs.slow_downs.items():
+        for seconds in saved["slow_downs"][model][-TIMES_KEPT:]:
             one.add(_number(seconds, -HOUR, HOUR))
     costs.setup = _number(saved["setup"], 0.0, HOUR)
 
@@ -296,23 +294,9 @@ def _curves(costs: MeasuredCosts) -> list[tuple[str, Curve]]:
     return [("target", costs.target), ("step", costs.step)]
 
 
-def _recent(costs: MeasuredCosts) -> list[tuple[str, Recent]]:
-    hosts = [(f"host_{kind}", one) for kind, one in costs.hosts.items()]
-    return [*hosts, *((f"slow_down_{model}", one) for model, one in costs.slow_downs.items())]
-
-
 def _insight_to_dict(insight: Insight) -> dict[str, Any]:
     tallies = {name: [getattr(insight, name).seen, getattr(insight, name).true] for name in TALLIES}
     return {**tallies, "shifts": insight.shifts, "tokens": insight.tokens, "seconds": insight.seconds}
-
-
-def _findings(saved: Mapping[str, Any]) -> Findings:
-    found: Findings = {}
-    for load, (best, span) in saved.items():
-        if not isinstance(best, bool) or not isinstance(span, int):
-            raise ValueError(f"{best!r:.40} is no way to decode, or {span!r:.40} no number of rounds")
-        found[_count(load, 1, MOST_LOAD)] = best, int(_number(span, 1, MOST_SPAN))
-    return found
 
 
 def _insight(saved: Mapping[str, Any]) -> Insight:

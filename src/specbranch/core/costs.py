@@ -168,7 +168,7 @@ class MeasuredCosts:
         self.target, self.step = Curve(SLOPE), Curve(LANE)
         self.setup = 0.0
         self.factor = 1.0  # of this machine now, by the machine at load
-        self.hosts: dict[RoundKind, Recent] = {kind: Recent() for kind in get_args(RoundKind)}
+        self.hosts: dict[tuple[RoundKind, int], Recent] = {}  # by the power of two of the sessions, too
         self.slow_downs: dict[Model, Recent] = {model: Recent() for model in get_args(Model)}
         self._ended: float | None = None
         self._gaps = 0.0  # seconds of the host in this round so far
@@ -197,11 +197,16 @@ class MeasuredCosts:
     @property
     def draft_host(self) -> float:
         """Seconds of the host that drafting before a verify adds to a round."""
-        return max(self.host_of("draft") - self.host, 0.0) if self.hosts["draft"].values else self.host
+        return max(self.host_of("draft") - self.host, 0.0) if ("draft", 1) in self.hosts else self.host
 
-    def host_of(self, kind: RoundKind) -> float:
-        """Return the seconds of a round outside both models; of a kind that is unknown, those of a known one."""
-        return self.hosts[kind].median if self.hosts[kind].values else max(one.median for one in self.hosts.values())
+    def host_of(self, kind: RoundKind, sessions: int = 1) -> float:
+        """Return the seconds of a round outside both models; if none was timed, those of the likest round that was."""
+        size = sessions.bit_length()
+        found = self.hosts.get((kind, size))
+        if found is None and self.hosts:
+            nearest = min(self.hosts, key=lambda at: (at[0] != kind, abs(at[1] - size)))
+            found = self.hosts[nearest]
+        return found.median if found else 0.0
 
     @property
     def ahead_saves(self) -> float:
@@ -249,7 +254,8 @@ class MeasuredCosts:
         if verifying is not None and not prefilled:
             self._verified(verifying, len(steps) if overlaps else 0)
         self._drafts |= drafting is not None and verifying is None
-        self._between([span for span in (drafting, verifying) if span is not None], _kind_of(orders, self._drafts))
+        spans = [span for span in (drafting, verifying) if span is not None]
+        self._between(spans, _kind_of(orders, self._drafts), len(orders))
 
     def _rows(self, rows: int) -> int:
         """Return the number of rows with which a target forward is computed."""
@@ -281,14 +287,14 @@ class MeasuredCosts:
     def _clipped(ratio: float) -> float:
         return min(max(ratio, 1.0 / MOST_RATIO), MOST_RATIO)
 
-    def _between(self, spans: list[Span], kind: RoundKind | None) -> None:
+    def _between(self, spans: list[Span], kind: RoundKind | None, sessions: int) -> None:
         """Learn the host's part of a round, which ends with a verify."""
         if not spans:
             return
         if self._ended is not None:
             self._gaps += max(min(span.start for span in spans) - self._ended, 0.0)
             if kind is not None:
-                self.hosts[kind].add(self._gaps)
+                self.hosts.setdefault((kind, sessions.bit_length()), Recent()).add(self._gaps)
         self._ended = max(span.end for span in spans)
         if kind is not None:
             self._gaps, self._drafts = 0.0, False

@@ -13,7 +13,7 @@ from typing import Literal
 from specbranch.core.costs import Costs, MeasuredCosts
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.stance import Stance
-from specbranch.core.trees import Chances
+from specbranch.core.trees import Chances, shifted
 
 # Initial acceptance rates of a draft's first candidate, and of its others, by class of the draft's probability.
 USUAL_FIRST = (0.05, 0.06, 0.09, 0.13, 0.22, 0.3, 0.38, 0.46, 0.6, 0.73, 0.79, 0.87, 0.92, 0.95, 0.975, 0.99, 0.99)
@@ -52,8 +52,7 @@ USUAL_LOOK = (
 USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.5), (0.8, 1.8), (1.2, 2.0), (1.5, 2.4), (1.7, 2.8), (1.8, 2.9))
 LEARNING_PACE = 0.06  # step size of learning these shifts
 MOST_SHIFT = 30.0  # log-odds: a larger shift adds no certainty, and its exponential may overflow
-import os
-LATELY = float(os.environ.get('LATELY','400'))  # tokens over which the decoding rate is measured
+LATELY = 100.0  # tokens over which the decoding rate is measured
 EXPERIENCE_TOKENS = 1 << 16  # most tokens that a saved rate may count
 PROBING = 0.01  # share of the seconds that may go to probes: asking a draft that does not pay
 IN_BATCH = 0.5  # factor on PROBING in a batch: a draft gains less there
@@ -108,9 +107,14 @@ class Insight:
     seconds: float = 0.0
     news: list[News] | None = None  # what was learned since the last save; None: nothing is saved
 
-    def chances(self) -> Chances:
-        """Return the acceptance rates as a table."""
-        return Chances(self.first.shares(), self.other.shares(), self.looked.shares(), tuple(self.shifts))
+    def chances(self, drift: float = 0.0, look_drift: float = 0.0) -> Chances:
+        """Return the acceptance rates as a table; drifts are added to their log-odds."""
+        first, other, looked = self.first.shares(), self.other.shares(), self.looked.shares()
+        if drift:
+            first, other = (tuple([shifted(share, drift) for share in shares]) for shares in (first, other))
+        if look_drift:
+            looked = tuple([shifted(share, look_drift) for share in looked])
+        return Chances(first, other, looked, tuple(self.shifts))
 
     def promise(self, price: float) -> float:
         """Return the candidates' expected tokens beyond the price of their rows, as a share of those at a price of
@@ -156,7 +160,7 @@ class Insight:
 
         The initial estimate is half as many tokens again as plain decoding.
         """
-        few = float(os.environ.get('FEW','40'))
+        few = 15.0
         return max((few * 1.5 + self.tokens) / max(few * plain + self.seconds, 1e-12), 1.0 / max(plain, 1e-12))
 
 

@@ -46,6 +46,9 @@ LIGHT = 1.25  # … unless a step costs at most this many times the price of a s
 # the rest. The first step may cost less because further steps depend on it.
 FIRST = 0.5
 PLANNED_ROWS = 16  # rows that one verify of a session may have, the root's included
+import os
+DRIFT_PACE = float(os.environ.get("DP","0.15"))
+DRIFT_FADE = float(os.environ.get("DF","0.97"))
 MUTE = 8  # unanswered orders in a row after which the draft counts as gone: the text may exceed its context
 
 
@@ -98,6 +101,7 @@ class Planner:
         self._seconds: dict[int, float] = {}  # of a target forward by its rows, since this round began
         self._rate = 0.0  # tokens a second of this session
         self._last_rows = 0  # rows of the last verify, those of all sessions
+        self._drift = self._look_drift = 0.0
         self._chances = self.insight.chances()
         self._growth = Growth((1.0,), self._chances)
 
@@ -354,12 +358,14 @@ class Planner:
             if scored:
                 covered = any(node.token == true_token and node.rank < SURE for node in children)
                 self.insight.learn("cover", 0, covered)  # 0: the only class of this tally
-        self._chances = self.insight.chances()
+        self._chances = self.insight.chances(self._drift, self._look_drift)
 
     def _record_candidate(self, node: Node, parent_scored: bool, right: bool) -> None:
         """Learn from one candidate, by the draft's probability and by the class of its lookup."""
         insight, from_draft = self.insight, node.said > 0.0
         if from_draft:
+            if not node.rank:
+                self._drift = DRIFT_FADE * self._drift + DRIFT_PACE * (right - node.chance)
             insight.learn("other" if node.rank else "first", class_of(node.said), right)
         if not node.look:
             return
@@ -367,6 +373,7 @@ class Planner:
         if from_draft:
             insight.learn("shift", at, right - node.chance)  # the error of the probability that was expected
         else:
+            self._look_drift = DRIFT_FADE * self._look_drift + DRIFT_PACE * (right - node.chance)
             insight.learn("looked", at, right)
 
 

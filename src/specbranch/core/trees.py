@@ -193,7 +193,7 @@ def paces(growths: Sequence[Growth], spent: float, reaches: Sequence[Sequence[fl
     return counts
 
 
-def _shifted(chance: float, shift: float) -> float:
+def shifted(chance: float, shift: float) -> float:
     odds = chance / max(1.0 - chance, 1e-6) * exp(shift)
     return odds / (1.0 + odds)
 
@@ -268,7 +268,7 @@ class GrowingTree:
         at = look_class(node.look, standing(node, above.scored if above else self.root_scored)) if node.look else None
         if node.said > 0.0:
             chance = chances.of(node.rank, node.said)
-            chance = chance if at is None else _shifted(chance, chances.shifts[at])
+            chance = chance if at is None else shifted(chance, chances.shifts[at])
         else:
             chance = node.chance if at is None else chances.looked[at]
         self.nodes[n] = node._replace(chance=chance, reach=chance * (above.reach if above else 1.0))

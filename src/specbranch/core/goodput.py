@@ -1,0 +1,120 @@
+"""Goodput: tokens a second of each way to decode a batch, expected by the cost model and seen in rounds.
+
+Owns the choice between plain decoding and planned rounds where several sessions share a round, and how far the model's
+expectation is trusted. A plan is made for each session, so planning itself takes time, which grows with the batch; the
+model does not know that, and what is seen does. Invariant: the choice depends on times and numbers of tokens alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Way = Literal["plain", "planned"]
+Expected = Callable[[], Mapping[Way, float]]  # tokens a second of one session, by the model
+
+BLOCK = 12  # rounds of each session between two looks at the choice
+LEFT_OUT = 2  # rounds of each session after a change that do not count: earlier work ends, and the draft catches up
+BETTER = 1.02  # the other way is taken if it is this many times as fast
+TRUST = 0.5  # part of a block's deviation from the model, in logarithms, that is taken over
+UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and just tried
+DOUBT_GROWTH = 0.01  # of the doubt in the way that is not taken, for each block
+TRIAL_SHARE = 0.01  # of the seconds, that trials of a way that is expected to be slower may lose
+SLOWEST = 4.0  # times the expected seconds; a round counts at most that long, as it may include a setup
+
+
+@dataclass(slots=True)
+class WaySeen:
+    """How one way did at one batch size."""
+
+    expected: float = 0.0  # tokens a second of a session, by the model
+    deviation: float = 0.0  # logarithm of what was seen, by what was expected
+    doubt: float = UNSEEN
+
+    @property
+    def estimate(self) -> float:
+        """Tokens a second of a session."""
+        return self.expected * math.exp(self.deviation)
+
+    def take(self, seen: float) -> None:
+        """Take in the tokens a second of a block."""
+        known = self.doubt < UNSEEN
+        deviation = math.log(max(seen, 1e-9) / max(self.expected, 1e-9))
+        self.deviation += (TRUST if known else 1.0) * (deviation - self.deviation)
+        self.doubt = SEEN
+
+
+@dataclass(slots=True)
+class _Load:
+    """What is known at one batch size."""
+
+    way: Way
+    left: float  # rounds, counted by sessions, until the choice is looked at again
+    settling: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    credit: float = 0.0  # seconds that a trial may lose
+    ways: dict[Way, WaySeen] = field(default_factory=lambda: {"plain": WaySeen(doubt=SEEN), "planned": WaySeen()})
+
+    def update(self, expected: Mapping[Way, float]) -> None:
+        for way, rate in expected.items():
+            self.ways[way].expected = rate
+
+    def look(self, batch_size: int, expected: Mapping[Way, float]) -> None:
+        """Judge the block that has ended, and choose the way of the next."""
+        here, other = self.ways[self.way], self.ways[_other(self.way)]
+        if self.seconds > 0.0:
+            here.take(self.tokens / self.seconds)
+        other.doubt = min(other.doubt + DOUBT_GROWTH, UNSEEN)
+        self.credit += TRIAL_SHARE * self.seconds
+        self.update(expected)
+        loss = self.seconds * max(1.0 - other.estimate / max(here.estimate, 1e-9), 0.0)
+        may_be_better = other.estimate * (1.0 + other.doubt) > BETTER * here.estimate
+        if other.estimate > BETTER * here.estimate or (may_be_better and loss <= self.credit):
+            self.credit -= min(loss, self.credit)
+            self.way, self.settling = _other(self.way), LEFT_OUT * batch_size
+        self.left, self.tokens, self.seconds = BLOCK * batch_size, 0, 0.0
+
+
+class Goodput:
+    """Chooses how a batch decodes."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, _Load] = {}  # by the power of two of the sessions
+
+    def choose(self, batch_size: int, expected: Expected) -> Way:
+        """Return how to decode among so many sessions."""
+        key = batch_size.bit_length()
+        if key not in self._loads:
+            rates = expected()
+            load = self._loads[key] = _Load("planned" if rates["planned"] > rates["plain"] else "plain", 0.0)
+            load.update(rates)
+            load.left = BLOCK * batch_size
+        return self._loads[key].way
+
+    def record(self, batch_size: int, way: Way, tokens: int, seconds: float, expected: Expected) -> None:
+        """Take in a round of one session."""
+        load = self._loads.get(batch_size.bit_length())
+        if load is None or way != load.way:
+            return  # it was started before the way was changed
+        if load.settling > 0:
+            load.settling -= 1
+            return
+        load.tokens += tokens
+        load.seconds += min(seconds, SLOWEST * max(tokens, 1) / max(load.ways[way].expected, 1e-9))
+        load.left -= 1
+        if load.left <= 0:
+            load.look(batch_size, expected())
+
+    def seen(self) -> dict[int, dict[Way, tuple[float, float]]]:
+        """Return expected and estimated tokens a second of each way, by the power of two of the batch size."""
+        return {
+            key: {way: (one.expected, one.estimate) for way, one in load.ways.items()}
+            for key, load in self._loads.items()
+        }
+
+
+def _other(way: Way) -> Way:
+    return "plain" if way == "planned" else "planned"
