@@ -41,6 +41,13 @@ class WarmsUp(Protocol):
 
     late_captures: int  # captures and compilations in the middle of an answer
 
+    def start_compiling(self, sizes: ForwardSizes, draft: object | None = None) -> None:
+        """Start to compile what `warm_up` needs, while the caller goes on.
+
+        `draft`: the model whose trees this one verifies, if there is one.
+        """
+        ...
+
     def warm_up(self, sizes: ForwardSizes) -> None:
         """Get ready for forwards of these sizes."""
         ...
@@ -66,6 +73,12 @@ def warming(runners: Iterable[object]) -> list[WarmsUp]:
 def late_captures(runners: Iterable[object]) -> int:
     """Return how often models captured or compiled something in the middle of an answer."""
     return sum(runner.late_captures for runner in warming(runners))
+
+
+def count_late_from_now(runners: Iterable[object]) -> None:
+    """Forget what models captured or compiled so far: only what comes after the load is late."""
+    for runner in warming(runners):
+        runner.late_captures = 0
 
 
 def save_kinds(runners: Iterable[object]) -> None:
