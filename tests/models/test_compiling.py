@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from specbranch.models.gpu.compiling import Compilation, begin_compilation, mark_of, ready_kernels
+from specbranch.models.gpu.compiling import Compilation, begin_compilation, load_triton_early, mark_of, ready_kernels
 from specbranch.models.gpu.layout import SMALLEST_BUCKET
 from specbranch.models.gpu.step import WARM_UPS, GpuStep, Graphs, Ran, StepKind
 from specbranch.models.loading import load_native
@@ -167,11 +168,18 @@ def test_marks_tell_apart_what_triton_tells_apart() -> None:
 def test_without_triton_kernels_are_compiled_as_they_are_launched(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "triton", None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.DEBUG, logger="specbranch"):
         assert begin_compilation() is None
     assert [record.levelno for record in caplog.records] == [logging.DEBUG]
     assert "one by one" in caplog.text
+
+
+def test_without_triton_there_is_nothing_to_load_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    thread = load_triton_early()
+    thread.join()
+    assert thread.daemon  # a process that ends early does not wait for it
 
 
 @pytest.fixture

@@ -118,19 +118,28 @@ def begin_compilation() -> Compilation | None:
         return None
 
 
-def hash_triton_early() -> None:
-    """Hash Triton's own files in a thread, while weights are read.
+def load_triton_early() -> threading.Thread:
+    """Import Triton and our kernels, and hash Triton's own files, in a thread, while weights are read.
 
-    Triton does so before it looks up the first cached kernel; its library alone has 0.4 GB.
+    Triton hashes them before it looks up the first cached kernel; its library alone has 0.4 GB.
     """
 
-    def hash_files() -> None:
+    def load() -> None:
         with suppress(Exception):  # without Triton, or with another one, there is nothing to do early
             from triton.runtime.cache import triton_key
 
+            from specbranch.models.gpu import (  # noqa: F401 (parses the kernels' sources)
+                attention_kernels,
+                choice_kernels,
+                product_kernels,
+                send_kernels,
+            )
+
             triton_key()
 
-    threading.Thread(target=hash_files, daemon=True, name="hash triton").start()
+    thread = threading.Thread(target=load, daemon=True, name="load triton")
+    thread.start()
+    return thread
 
 
 def ready_kernels(collected: Iterable[Kernel]) -> set[Kernel] | None:

@@ -229,15 +229,17 @@ class Graphs:
     ) -> None:
         """Run steps without their launches: only compilations start, and results get their memory."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for kind in kinds:
-                with self._on_padding(kind), compilation.collecting() as kernels:
-                    ran = self._forward(*kind)
-                self._collected[kind] = self._lasting(kind, ran), kernels
-            for other in others:
-                with compilation.collecting():
-                    other()
-        self._synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                for kind in kinds:
+                    with self._on_padding(kind), compilation.collecting() as kernels:
+                        ran = self._forward(*kind)
+                    self._collected[kind] = self._lasting(kind, ran), kernels
+                for other in others:
+                    with compilation.collecting():
+                        other()
+        finally:
+            self._synchronize()  # other streams use the same input
 
     def _finish_compiling(self) -> None:
         """Wait for the kernels that are being compiled. Errors come up again when the kernels are launched."""
