@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,26 @@ def test_both_models_begin_to_compile_before_one_is_captured(
     with LLM(*pair, options={"max_batch": 2}) as llm:
         target, draft = (id(runner.graphs) for runner in llm.core.models.runners)  # type: ignore[attr-defined]
     assert calls == [("compile", target), ("compile", draft), ("capture", target), ("capture", draft)]
+
+
+def test_an_interrupted_load_compiles_no_more(
+    on_graphs: None, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specbranch.models.gpu.step import Graphs
+
+    cancelled: list[Graphs] = []
+
+    def begin(graphs: Graphs, *given: Any) -> None:
+        graphs._compilation = SimpleNamespace(cancel=lambda: cancelled.append(graphs))  # type: ignore[assignment]
+
+    def interrupted(*given: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Graphs, "compile", begin)
+    monkeypatch.setattr(Graphs, "capture", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(*pair, options={"max_batch": 2})
+    assert len(cancelled) == 2
 
 
 def test_both_give_the_same_text(on_graphs: None, pair: tuple[str, str]) -> None:

@@ -48,6 +48,10 @@ class WarmsUp(Protocol):
         """
         ...
 
+    def stop_compiling(self) -> None:
+        """Compile no more of what was started; after `warm_up` there is nothing to stop."""
+        ...
+
     def warm_up(self, sizes: ForwardSizes) -> None:
         """Get ready for forwards of these sizes."""
         ...
@@ -96,3 +100,13 @@ def not_late(runners: Iterable[object]) -> Iterator[None]:
     finally:
         for runner, count in before:
             runner.late_captures = count
+
+
+@contextmanager
+def ended_compiling(runners: Iterable[object]) -> Iterator[None]:
+    """No model compiles any longer than this context, even if it ends with an error."""
+    try:
+        yield
+    finally:
+        for runner in warming(runners):
+            runner.stop_compiling()

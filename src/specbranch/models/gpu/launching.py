@@ -139,6 +139,11 @@ class StepLauncher(NativeRunner):
             self._graphs.compile(kinds, (self._warm_up_kernels, partial(self._launch_receiver, draft)))
         self._compiling[sizes] = file, kinds
 
+    def stop_compiling(self) -> None:
+        """Compile no more: a process that ends would wait for its threads."""
+        self._graphs.stop_compiling()
+        self._compiling.clear()
+
     def step_times(self) -> list[StepTime]:
         """Return the times of all kinds of steps that a warm-up has captured, the smallest first."""
         return step_times(self._graphs)

@@ -224,6 +224,13 @@ class Graphs:
                 compilation.cancel()
                 self._collected.clear()
 
+    def stop_compiling(self) -> None:
+        """Give up what `compile` started and no capture has waited for."""
+        compilation, self._compilation = self._compilation, None
+        if compilation is not None:
+            compilation.cancel()
+            self._collected.clear()
+
     def _collect(
         self, compilation: Compilation, kinds: Iterable[StepKind], others: Iterable[Callable[[], None]]
     ) -> None:
