@@ -208,7 +208,10 @@ class Graphs:
         """
         new = [kind for kind in dict.fromkeys(kinds) if kind not in self._warmed and kind not in self._collected]
         apart = self._step.only_kernels and (self.chooser is None or self.chooser.by_kernels)
-        if not new or not self.captures or not apart or self._compilation is not None:
+        if self._compilation is not None:
+            return
+        self._spent.clear()  # captures in the middle of answers are not a warm-up's
+        if not new or not self.captures or not apart:
             return
         compilation = begin_compilation()
         if compilation is None:
@@ -300,18 +303,23 @@ class Graphs:
 
     @contextmanager
     def _counting_bytes(self) -> Iterator[None]:
-        """Add the memory that torch takes within this context, graphs included.
-
-        It is the memory of this process alone: the device's free memory also changes by other processes. The driver's
-        own memory for graphs and kernels is not in it.
-        """
-        cuda = self._device.type == "cuda"
-        before = torch.cuda.memory_reserved(self._device) if cuda else 0
+        """Add the memory that torch takes within this context, graphs included."""
+        before = self._reserved_bytes()
         try:
             yield
         finally:
-            after = torch.cuda.memory_reserved(self._device) if cuda else 0
-            self.warm_up_bytes += max(after - before, 0)  # torch may also have freed what others left
+            self.warm_up_bytes += max(self._reserved_bytes() - before, 0)  # something else may have been freed
+
+    def _reserved_bytes(self) -> int:
+        """Return the memory that torch holds for this process.
+
+        The device's free memory would also change with other processes. The driver's own memory for graphs and kernels
+        is left out.
+        """
+        if self._device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()  # a capture would free it, too
+        return int(torch.cuda.memory_reserved(self._device))
 
     def run(self, packed: np.ndarray | Tensor, bucket: Bucket) -> Tensor:
         """Copy a packed step up, run it, and return its logits."""
