@@ -23,7 +23,7 @@ from specbranch.core.runner import TimesForwards
 
 # Prompt tokens may make the gap between two tokens of a decoding session this many times as long. The aim is a gap at
 # p99 of at most twice the median.
-LONGEST_ROUND = 1.8
+LONGEST_ROUND = 1.7
 MOST_PROMPT_TOKENS = 8192  # of a round that also decodes
 TIMES_BEFORE_USE = 3  # rounds of about one size; fewer are not trusted, as the first may include a setup
 ROUNDS_KEPT = 9  # rounds of about one size; their median is the estimate
@@ -110,7 +110,8 @@ class CorrectedTable:
         usual = self._table.forward_seconds(rows) if rows > 0 else None
         if usual is None:
             return None
-        longest, beyond = usual + allowed, max(median(self._beyond), 0.0)
+        # A gap may be long for other reasons; the forward by itself is bounded, too.
+        longest, beyond = min(usual + allowed, LONGEST_ROUND * usual), max(median(self._beyond), 0.0)
         ends = list(accumulate(sorted(waiting)))  # tokens after which one more prompt can end
 
         def fits(tokens: int) -> bool:
