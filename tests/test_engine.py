@@ -300,7 +300,7 @@ def samples(output: Output) -> list[Output]:
 
 @pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
 @pytest.mark.parametrize("executor", ["serial", pytest.param("process", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("max_batch", [1, 4])
+@pytest.mark.parametrize("max_batch", tiered((1, 4), (4).__eq__))
 def test_n_samples_read_their_prompt_once(
     max_batch: int, executor: ExecutorName, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def stems_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return make_pair(tmp_path_factory.mktemp("stems"), positions=2048)
 
 
-@pytest.fixture(params=[SLOW_DTYPES[0], "compiled", "graphs"])
+@pytest.fixture(params=[*SLOW_DTYPES, "compiled"])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
     """Of a computation in which a text does not depend on the batch; "graphs": by a GPU's runner, in plain torch."""
     if request.param == "graphs":

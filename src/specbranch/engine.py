@@ -26,7 +26,7 @@ from specbranch.core.prefill_budget import RoundLimits
 from specbranch.core.runner import PadsForwards, ReceivesTrees, Runner, TimesForwards
 from specbranch.core.scheduler import Scheduler
 from specbranch.core.session import RoundWatcher
-from specbranch.core.warm_up import save_kinds
+from specbranch.core.warm_up import count_late_from_now, save_kinds
 from specbranch.decoding import Decoding, Speculative, resolve
 from specbranch.engine_core import EngineCore, LoadedModels, PromptLike, raise_failure
 from specbranch.errors import BadParameter
@@ -270,6 +270,7 @@ class LLM(LLMView):
         models = LoadedModels(parts, draft_choice is not None, predictor, warmed_sessions=max_batch if full else 0)
         core = _core(models, costs, file, load_options.max_num_batched_tokens)
         super().__init__(core, core.decoding(config, warm_up=True), max_batch)
+        count_late_from_now(models.runners)  # a kernel that the draft's load compiled counted for the target
         # Python's full garbage collections skip what is there now, all modules above all: one would pause every
         # request for 0.1 to 0.3 s. `EngineCore.close` undoes it.
         gc.freeze()

@@ -24,7 +24,7 @@ from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
 from specbranch.core.runner import Runner
 from specbranch.core.scheduler import Scheduler, Ticket
-from specbranch.core.warm_up import WarmsUp, late_captures, not_late, save_kinds, warming
+from specbranch.core.warm_up import WarmsUp, ended_compiling, late_captures, not_late, save_kinds, warming
 from specbranch.decoding import Decoding
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
@@ -240,11 +240,19 @@ class EngineCore:
         if not sessions:
             return
         method, config = decoding.method, decoding.config
-        with not_late(self.models.runners):
+        of_target = target_sizes(method, config, sessions, decoding.wants_forecast)
+        of_draft = draft_sizes(method, config, sessions)
+        draft = next(iter(warming(drafts)), None) if method.uses_draft else None
+        with not_late(self.models.runners), ended_compiling(self.models.runners):
+            # kernels of both models compile together; each `warm_up` waits for its own
             if isinstance(target, WarmsUp):
-                target.warm_up(target_sizes(method, config, sessions, decoding.wants_forecast))
-            for draft in warming(drafts) if method.uses_draft else ():
-                draft.warm_up(draft_sizes(method, config, sessions))
+                target.start_compiling(of_target, draft)
+            if draft is not None:
+                draft.start_compiling(of_draft)
+            if isinstance(target, WarmsUp):
+                target.warm_up(of_target)
+            if draft is not None:
+                draft.warm_up(of_draft)
                 if isinstance(target, WarmsUp):
                     target.warm_up_receiver(draft)
 

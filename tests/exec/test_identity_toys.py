@@ -133,7 +133,7 @@ class Cell(NamedTuple):
     @property
     def quick(self) -> bool:
         """Where the models take turns, those that differ most; `SAMPLED` has a few answers of all the others."""
-        methods = ("adaptive", "pearl", *BY_NGRAMS)
+        methods = ("adaptive", "pearl")
         return self.temperature == 0.7 and self.kind == "serial" and self.method in methods
 
     @property

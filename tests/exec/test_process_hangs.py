@@ -200,7 +200,7 @@ def finish_slowly_without_draft(loop: Loop, session: Session, executor: Process,
     finish(loop, slowly)
 
 
-@pytest.mark.parametrize("how", tiered(LIES, ("a huge message", "overlong chains").__contains__))
+@pytest.mark.parametrize("how", tiered(LIES, "overlong chains".__eq__))
 def test_a_child_that_answers_nonsense_is_lost_and_the_request_is_not(how: str, tmp_path: Path) -> None:
     liar = recipe(make_liar_once, notes=str(tmp_path / "started"), how=how)
     executor, target = executor_with(liar, replace(PATIENT, grace=10.0, unmeasured=10.0))

@@ -103,7 +103,103 @@ def test_each_kind_of_step_is_timed_and_takes_some_memory(models: tuple[str, str
             assert 5 < len(times) <= len(runner._graphs._warmed)
             assert all(0.0 < time.seconds < 1.0 for time in times)
             assert runner.forward_seconds(1) is not None
-            assert runner._graphs.warm_up_bytes >= 0
+            assert runner._graphs.warm_up_bytes >= 0  # of this process, whatever others on the GPU free
+
+
+def forget_kernels() -> None:
+    """Drop all compiled kernels of this process, so that the next load compiles them."""
+    from triton.runtime.jit import JITFunction
+
+    from specbranch.models.gpu import attention_kernels, choice_kernels, product_kernels, send_kernels, tree_kernels
+
+    for module in (attention_kernels, choice_kernels, product_kernels, send_kernels, tree_kernels):
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                kernel.device_caches.clear()
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "specbranch"])
+def test_captures_compile_nothing_as_threads_have_compiled_it(
+    method: str, models: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from triton import knobs
+
+    from specbranch.models.gpu.step import Graphs
+
+    with loaded(models, method, 4, warm_up="lazy") as lazy:  # its load sets Triton's hook
+        texts = answer(lazy, 4)
+    counted, real, capture = knobs.runtime.jit_post_compile_hook, Graphs._captured, False
+    assert counted is not None
+    apart, captured = list[str](), list[str]()
+
+    def compiled(**about: Any) -> Any:
+        if about["is_manual_warmup"]:
+            apart.append(about["repr"])
+        elif capture:
+            captured.append(about["repr"])
+        return counted(**about)
+
+    def in_capture(graphs: Graphs, kind: Any) -> Any:
+        nonlocal capture
+        capture = True
+        try:
+            return real(graphs, kind)
+        finally:
+            capture = False
+
+    forget_kernels()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Graphs, "_captured", in_capture)
+        patch.setattr(knobs.runtime, "jit_post_compile_hook", compiled)
+        llm = loaded(models, method, 4)
+    with llm:
+        assert captured == [] and len(apart) > 10
+        assert answer(llm, 4) == texts
+        assert llm.late_captures == 0
+
+
+def test_without_threads_captures_compile_and_give_the_same_text(
+    models: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with loaded(models, "specbranch", 4) as llm:
+        texts = answer(llm, 4)
+    forget_kernels()
+    with monkeypatch.context() as patch:
+        patch.setattr("specbranch.models.gpu.step.begin_compilation", lambda: None)
+        other = loaded(models, "specbranch", 4)
+    with other:
+        assert answer(other, 4) == texts
+        assert other.late_captures == 0
+
+
+def test_a_kernel_that_does_not_compile_is_reported(models: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.jit import JITFunction
+
+    real = JITFunction._do_compile
+
+    def broken(kernel: Any, *given: Any, **more: Any) -> Any:
+        if kernel.fn.__name__ == "gated":
+            raise RuntimeError("gated does not compile")
+        return real(kernel, *given, **more)
+
+    forget_kernels()
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "_do_compile", broken)
+        with pytest.raises(RuntimeError, match="gated does not compile"):
+            loaded(models, "autoregressive", 4)
+    with loaded(models, "autoregressive", 4) as llm:
+        answer(llm, 4)
+        assert llm.late_captures == 0
+
+
+def test_the_log_says_where_the_time_of_a_warm_up_goes(
+    models: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="specbranch"), loaded(models, "autoregressive", 4):
+        pass
+    (said,) = [record.getMessage() for record in caplog.records if "graphs are ready" in record.getMessage()]
+    assert all(f"{what} " in said for what in ("compiled", "run", "captured", "timed"))
 
 
 def test_a_warm_up_without_memory_says_so_and_answers_all_the_same(

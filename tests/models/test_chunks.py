@@ -20,6 +20,7 @@ from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
 from specbranch.models.runners.native import NativeRunner
 from specbranch.models.runners.torch_runner import PREFILL_CHUNKS
+from tiers import each_value
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 KINDS = {"plain": NativeRunner, "graphs": GpuRunner}
@@ -91,6 +92,7 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
         assert part.sees.pages.tolist() == pages[: -(-part.sees.end // PAGE)]
 
 
+@each_value
 @pytest.mark.parametrize("chunk", [7, 64, 300, 2048])
 def test_chunks_of_every_size_fill_the_cache_alike(chunk: int, runner: NativeRunner) -> None:
     expected = read(runner, 0, some_tokens(700))
@@ -99,6 +101,7 @@ def test_chunks_of_every_size_fill_the_cache_alike(chunk: int, runner: NativeRun
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
+@each_value
 @pytest.mark.parametrize("chunk", [100, PREFILL_CHUNKS["cpu"], 512])
 def test_a_prompt_that_is_read_again_has_the_same_bits_in_other_pages(chunk: int, runner: NativeRunner) -> None:
     runner.prefill_chunk = chunk
@@ -121,6 +124,7 @@ def test_bits_differ_where_a_prompt_is_cut_elsewhere(runner: NativeRunner) -> No
     assert not torch.equal(read(runner, 1, some_tokens(600)), expected)
 
 
+@each_value
 @pytest.mark.parametrize("chunk", [0, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(

@@ -19,6 +19,7 @@ from specbranch.models.sampling.logit_rows import rows_of
 from specbranch.models.sampling.noise_rows import Noise, winner
 from specbranch.models.sampling.reductions import argmax
 from specbranch.models.sampling.sampler import TorchSampler
+from tiers import each_value
 
 needs_scan = pytest.mark.skipif(
     contenders(torch.zeros(4).numpy(), 0, (1, 2)) is None, reason="no scan can be compiled on this machine"
@@ -56,6 +57,7 @@ def _from_whole_rows(sampler: TorchSampler, logits: Tensor, spots: list[Spot]) -
     return argmax(sampler.scores(rows_of(logits), spots, asked)[1]).tolist()
 
 
+@each_value
 @pytest.mark.parametrize("params", FILTERS)
 @pytest.mark.parametrize("temperature", [0.05, 0.8, 1.0, 3.0])
 def test_few_contenders_give_the_token_of_whole_rows(temperature: float, params: dict[str, Any]) -> None:

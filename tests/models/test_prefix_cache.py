@@ -41,7 +41,7 @@ from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
 from specbranch.models.runners import native, pending_prefill
 from specbranch.models.runners.native import NativeRunner
-from tiers import each_value
+from tiers import each_value, tiered
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
@@ -172,7 +172,7 @@ def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[li
     return text, found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(KINDS, "plain".__ne__))
 def test_a_second_turn_prefills_the_answer_the_incomplete_chunk_and_what_is_new(kind: str, decoder: Decoder) -> None:
     runners = [made(kind, decoder, 128) for _ in range(2)]
     runners[1].prefix_cache = False
@@ -209,7 +209,7 @@ def decoded(
 @each_value
 @pytest.mark.parametrize("method", ["autoregressive", "lookup"])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(KINDS, "graphs".__ne__))
 def test_requests_that_begin_alike_say_what_they_say_without_a_cache(
     kind: str, seed: int, method: str, decoder: Decoder
 ) -> None:

@@ -14,6 +14,7 @@ from specbranch.models.forward.decoder import Decoder
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.step import GpuStep
 from specbranch.models.loading import load_native
+from tiers import each_value
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
@@ -47,6 +48,7 @@ def plain_text(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
     return text
 
 
+@each_value
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("kind", ARRIVING)
 def test_texts_do_not_depend_on_prompts_that_arrive(

@@ -34,6 +34,7 @@ from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
 from specbranch.models.runners.native import NativeRunner
+from tiers import each_value, tiered
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 CONTEXT = 1000
@@ -277,6 +278,7 @@ def rounds(executor: Serial, texts: dict[int, list[int]], interrupted: Callable[
     return list(texts.values())
 
 
+@each_value
 @pytest.mark.parametrize("name", ["_store_chunks", "_forward", "_publish", "_reserve"])
 def test_rounds_that_are_interrupted_anywhere_and_repeated_give_the_same_texts(name: str, made: Any) -> None:
     def decoded(interrupts: Iterator[bool]) -> tuple[list[list[int]], int]:
@@ -412,7 +414,7 @@ class Twins:
 
 
 @pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", tiered(range(4), (0).__eq__))
 def test_prefill_that_is_put_off_leaves_what_prefill_at_once_leaves(seed: int, drops: bool, made: Any) -> None:
     twins = Twins(made, seed, drops)
     twins.run(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,63 @@ def test_a_lazy_warm_up_captures_in_the_middle_of_answers_and_counts_it(on_graph
         outputs = llm.generate(PROMPTS, PARAMS)
         assert llm.late_captures == captured(llm) == llm.scheduler.snapshot().late_captures > 0
         assert max(output.stats["late_captures"] for output in outputs) > 0
+
+
+@pytest.mark.parametrize("warm_up", ["full", "lazy"])
+def test_what_is_compiled_while_models_are_loaded_is_not_late(
+    warm_up: Any, on_graphs: None, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[RecordingRunner] = []
+
+    def compiling(decoder: Any, context: int, tail: int, pages: int | None = None, _: Any = None) -> RecordingRunner:
+        for runner in made:  # the draft's load compiles, and Triton's hook counts for the target
+            runner.late_captures += 4
+        made.append(RecordingRunner(decoder, context, tail, pages))
+        return made[-1]
+
+    monkeypatch.setattr("specbranch.models.loading.native_runner", compiling)
+    with LLM(*pair, warm_up=warm_up, options={"max_batch": 2}) as llm:
+        assert len(made) == 2
+        assert llm.late_captures == llm.scheduler.snapshot().late_captures == 0
+
+
+def test_both_models_begin_to_compile_before_one_is_captured(
+    on_graphs: None, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specbranch.models.gpu.step import Graphs
+
+    calls: list[tuple[str, int]] = []
+    for name in ("compile", "capture"):
+        real = getattr(Graphs, name)
+
+        def noted(graphs: Graphs, *given: Any, name: str = name, real: Any = real) -> Any:
+            calls.append((name, id(graphs)))
+            return real(graphs, *given)
+
+        monkeypatch.setattr(Graphs, name, noted)
+    with LLM(*pair, options={"max_batch": 2}) as llm:
+        target, draft = (id(runner.graphs) for runner in llm.core.models.runners)  # type: ignore[attr-defined]
+    assert calls == [("compile", target), ("compile", draft), ("capture", target), ("capture", draft)]
+
+
+def test_an_interrupted_load_compiles_no_more(
+    on_graphs: None, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specbranch.models.gpu.step import Graphs
+
+    cancelled: list[Graphs] = []
+
+    def begin(graphs: Graphs, *given: Any) -> None:
+        graphs._compilation = SimpleNamespace(cancel=lambda: cancelled.append(graphs))  # type: ignore[assignment]
+
+    def interrupted(*given: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Graphs, "compile", begin)
+    monkeypatch.setattr(Graphs, "capture", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(*pair, options={"max_batch": 2})
+    assert len(cancelled) == 2
 
 
 def test_both_give_the_same_text(on_graphs: None, pair: tuple[str, str]) -> None:

@@ -23,10 +23,11 @@ from specbranch.core.runner import TimesForwards
 
 # Prompt tokens may make the gap between two tokens of a decoding session this many times as long. The aim is a gap at
 # p99 of at most twice the median.
-LONGEST_ROUND = 1.8
+LONGEST_ROUND = 1.7
 MOST_PROMPT_TOKENS = 8192  # of a round that also decodes
 TIMES_BEFORE_USE = 3  # rounds of about one size; fewer are not trusted, as the first may include a setup
 ROUNDS_KEPT = 9  # rounds of about one size; their median is the estimate
+LATEST_ROUNDS = 3  # their median corrects the table: it follows a context that grows, and ignores one slow round
 # In a round in which the target prefills nothing, the draft may prefill this many times its budget for sessions that
 # already decode.
 DRAFT_PREFILL_FACTOR = 4
@@ -85,17 +86,53 @@ class TimesBySize:
         return [(round(median(n for n, _ in times)), median(s for _, s in times)) for times in trusted]
 
 
+class CorrectedTable:
+    """What prompt tokens add to a forward: the runner's table, and what each token cost beyond it in the latest rounds.
+
+    The table knows the padding. It was timed without context, so tokens behind a long context cost more.
+    """
+
+    def __init__(self, table: TimesForwards) -> None:
+        self._table = table
+        self._beyond = deque([0.0] * LATEST_ROUNDS, maxlen=LATEST_ROUNDS)  # seconds of a token
+
+    def learn(self, rows: int, tokens: int, seconds: float) -> None:
+        """Learn what prompt tokens have added to a round of so many decode rows."""
+        usual, forward = self._table.forward_seconds(rows), self._table.forward_seconds(rows, tokens)
+        if usual is not None and forward is not None:
+            self._beyond.append((seconds - (forward - usual)) / tokens)
+
+    def most_within(self, allowed: float, rows: int, waiting: Iterable[int]) -> int | None:
+        """Return how many prompt tokens add at most `allowed` seconds; None: these rows were not timed.
+
+        `waiting`: the uncomputed tokens of each prompt. A prompt that ends adds a decode row.
+        """
+        usual = self._table.forward_seconds(rows) if rows > 0 else None
+        if usual is None:
+            return None
+        # A gap may be long for other reasons; the forward by itself is bounded, too.
+        longest, beyond = min(usual + allowed, LONGEST_ROUND * usual), max(median(self._beyond), 0.0)
+        ends = list(accumulate(sorted(waiting)))  # tokens after which one more prompt can end
+
+        def fits(tokens: int) -> bool:
+            forward = self._table.forward_seconds(rows + bisect_right(ends, tokens), tokens)
+            return forward is not None and forward + beyond * tokens <= longest
+
+        return _largest(fits, MOST_PROMPT_TOKENS)
+
+
 class PromptCosts:
     """The seconds that prompt tokens add to the gap between two tokens of a decoding session, learned from rounds.
 
     A gap is the time between the ends of two rounds of the target. So it includes drafting, and the host's work.
     Until enough gaps are timed, the learned seconds of a forward serve, or the runner's table (`TimesForwards`). Where
-    there is a table, it always bounds the forward: learned times know nothing of padding.
+    the table has a forward, what prompt tokens add follows from it (`CorrectedTable`); else from medians by size.
     """
 
     def __init__(self, costs: MeasuredCosts | None = None, table: TimesForwards | None = None) -> None:
         """Know nothing yet; `costs`: learned seconds of forwards without prompt tokens."""
         self._costs, self._table = costs, table
+        self._corrected = CorrectedTable(table) if table else None
         self._gaps = TimesBySize()  # without prompt tokens, by decode rows
         self._added = TimesBySize()  # what prompt tokens add, by their number
         self._ended: float | None = None  # when the last round of the target ended
@@ -120,21 +157,28 @@ class PromptCosts:
         if not tokens:
             self._gaps.add(span.tokens - read, now - before)
         elif (usual := self._usual(span.tokens - read)) is not None:
-            self._added.add(tokens, max(now - before - usual, 0.0))
+            self._learn(span.tokens - read, tokens, now - before - usual)
 
     def most_tokens(self, rows: int, waiting: Iterable[int] = ()) -> int | None:
         """Return how many prompt tokens fit beside so many decode rows; None: nothing is known.
 
-        `waiting`: the uncomputed tokens of each prompt. A prompt that ends adds a decode row.
+        `waiting`: the uncomputed tokens of each prompt.
         """
         usual = self._usual(rows)
         if usual is None:
             return None
-        by_table = self._most_by_table(rows, waiting)
-        if points := self._added.points():
-            learned = min(_most_within(points, (LONGEST_ROUND - 1.0) * usual), MOST_PROMPT_TOKENS)
-            return learned if by_table is None else min(learned, by_table)
-        return by_table
+        allowed = (LONGEST_ROUND - 1.0) * usual
+        by_table = self._corrected.most_within(allowed, rows, waiting) if self._corrected else None
+        if by_table is not None:
+            return by_table
+        points = self._added.points()
+        return min(_most_within(points, allowed), MOST_PROMPT_TOKENS) if points else None
+
+    def _learn(self, rows: int, tokens: int, seconds: float) -> None:
+        """Learn what prompt tokens have added to a gap."""
+        self._added.add(tokens, max(seconds, 0.0))
+        if self._corrected:
+            self._corrected.learn(rows, tokens, seconds)
 
     def _usual(self, rows: int) -> float | None:
         """Return the seconds of a gap with so many decode rows and no prompt tokens; None: unknown."""
@@ -144,19 +188,6 @@ class PromptCosts:
         if rows > 0 and self._costs is not None and self._costs.covers(rows):
             return self._costs.target_seconds(rows)
         return self._table.forward_seconds(rows) if rows > 0 and self._table else None
-
-    def _most_by_table(self, rows: int, waiting: Iterable[int]) -> int | None:
-        """Return how many prompt tokens make a forward at most LONGEST_ROUND times as long, by the runner's table."""
-        table = self._table
-        if table is None or rows <= 0 or (usual := table.forward_seconds(rows)) is None:
-            return None
-        ends = list(accumulate(sorted(waiting)))  # tokens after which one more prompt can end
-
-        def fits(tokens: int) -> bool:
-            seconds = table.forward_seconds(rows + bisect_right(ends, tokens), tokens)
-            return seconds is not None and seconds <= LONGEST_ROUND * usual
-
-        return _largest(fits, MOST_PROMPT_TOKENS)
 
 
 class Prefills:

@@ -41,6 +41,17 @@ class WarmsUp(Protocol):
 
     late_captures: int  # captures and compilations in the middle of an answer
 
+    def start_compiling(self, sizes: ForwardSizes, draft: object | None = None) -> None:
+        """Start to compile what `warm_up` needs, while the caller goes on.
+
+        `draft`: the model whose trees this one verifies, if there is one.
+        """
+        ...
+
+    def stop_compiling(self) -> None:
+        """Compile no more of what was started; after `warm_up` there is nothing to stop."""
+        ...
+
     def warm_up(self, sizes: ForwardSizes) -> None:
         """Get ready for forwards of these sizes."""
         ...
@@ -68,6 +79,12 @@ def late_captures(runners: Iterable[object]) -> int:
     return sum(runner.late_captures for runner in warming(runners))
 
 
+def count_late_from_now(runners: Iterable[object]) -> None:
+    """Forget what models captured or compiled so far: only what comes after the load is late."""
+    for runner in warming(runners):
+        runner.late_captures = 0
+
+
 def save_kinds(runners: Iterable[object]) -> None:
     """Save which kinds of steps models have run, so that the next process captures them first."""
     for runner in warming(runners):
@@ -83,3 +100,13 @@ def not_late(runners: Iterable[object]) -> Iterator[None]:
     finally:
         for runner, count in before:
             runner.late_captures = count
+
+
+@contextmanager
+def ended_compiling(runners: Iterable[object]) -> Iterator[None]:
+    """No model compiles any longer than this context, even if it ends with an error."""
+    try:
+        yield
+    finally:
+        for runner in warming(runners):
+            runner.stop_compiling()

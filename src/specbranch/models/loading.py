@@ -24,6 +24,7 @@ from specbranch.models.files.sources import made_alone
 from specbranch.models.files.tensor_file import TensorSource, open_folder
 from specbranch.models.files.weights import read_weights
 from specbranch.models.forward.decoder import Decoder
+from specbranch.models.gpu.compiling import load_triton_early
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.runners.native import NativeRunner
 from specbranch.models.runners.precision import (
@@ -56,6 +57,8 @@ def load_native(
     """
     located = model if isinstance(model, Located) else locate(str(model))
     where = torch.device(device or "cpu")
+    if where.type == "cuda":
+        load_triton_early()
     arch, source = open_model(located)
     weights = default_weight_storage(source, where) if weights is None and dtype is None else weights
     precision, stored = resolve_precision(dtype, weights, where)

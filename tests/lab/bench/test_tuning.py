@@ -25,6 +25,7 @@ from specbranch.lab.bench.tuning import Goal, TunedSeconds, Tuner, tuning_suites
 from specbranch.lab.replay.pricing import NotingDecoder
 from specbranch.lab.replay.record import Record
 from specbranch.lab.suites.suite import SHIPPED, Prompt, Suite, load_suite
+from tiers import tiered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,7 +138,7 @@ def test_a_search_repeats_itself(method: str, fresh: RecordedPair) -> None:
 
 
 @pytest.mark.parametrize("clock", [CHEAP, DEAR], ids=lambda clock: clock.name)
-@pytest.mark.parametrize("method", ["tree", "specbranch"])
+@pytest.mark.parametrize("method", tiered(("tree", "specbranch"), "specbranch".__eq__))
 def test_a_method_that_plans_by_itself_is_replayed_by_the_clock_with_one_experience_for_all(
     method: str, clock: Clock, fresh: RecordedPair
 ) -> None:

@@ -21,6 +21,7 @@ from specbranch.lab.inflation.sizing import sized
 from specbranch.models.files import sources
 from specbranch.models.files.locate import locate
 from specbranch.models.files.sources import MadeKind, made_model, register_source, source_modules
+from tiers import tiered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True)
@@ -44,7 +45,7 @@ def nobody_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_KINDS", {})
 
 
-@pytest.mark.parametrize("executor", ["serial", "process"])
+@pytest.mark.parametrize("executor", tiered(("serial", "process"), "serial".__eq__))
 def test_an_inflated_pair_says_what_its_source_says(
     executor: ExecutorName, pair: tuple[str, str], inflated: tuple[str, str]
 ) -> None:

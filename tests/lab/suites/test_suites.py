@@ -248,7 +248,7 @@ def test_no_shipped_prompt_shares_thirteen_words_in_a_row_with_a_public_one() ->
     public = [turn for name in PUBLIC for prompt in load_suite(name, folder).prompts for turn in prompt.turns]
     own = {
         f"{prompt.id} {at}": turn
-        for suite in load_suites(["own"])
+        for suite in load_suites(["own", "exam"])
         for prompt in suite.prompts
         for at, turn in enumerate(prompt.turns)
     }

@@ -66,7 +66,7 @@ def drafts(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> d
         layers = [] if "--layers" in more else ["--layers", "1"]
         assert (
             run(
-                ["distill", "--target", pair[0], "--out", str(folder / name), *layers, *OPTIONS, "--steps", "60", *more]
+                ["distill", "--target", pair[0], "--out", str(folder / name), *layers, *OPTIONS, "--steps", "20", *more]
             )
             == 0
         )

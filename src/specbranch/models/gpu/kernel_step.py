@@ -209,6 +209,7 @@ class KernelStep(GpuStep):
 
     lasting = True
     moves = True
+    only_kernels = True
 
     def __init__(self, decoder: Decoder, memory: Memory) -> None:
         # the small functions are not used here, and compiled ones take seconds to import

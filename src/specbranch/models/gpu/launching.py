@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ from specbranch.models.gpu.layout import (
     power_of_four,
 )
 from specbranch.models.gpu.own_stream import OnStream, own_stream
-from specbranch.models.gpu.step import GpuStep, Graphs, Ran
+from specbranch.models.gpu.step import GpuStep, Graphs, Ran, StepKind
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
 from specbranch.models.gpu.warm_up import (
     KERNEL_WATCH,
@@ -79,6 +80,7 @@ class StepLauncher(NativeRunner):
             self._graphs.choose_with(self._chooser())
         KERNEL_WATCH.count_for(self._graphs)
         self._kinds: dict[ForwardSizes, KindsFile] = {}  # of the sizes that it is warmed up for
+        self._compiling: dict[ForwardSizes, tuple[KindsFile, list[StepKind]]] = {}  # being compiled for
         self._times = ForwardTable(self._graphs)
         # Where a step takes rows of prompts, a prompt may be cut anywhere.
         takes_chunks = self._graphs.step.takes_chunks
@@ -114,15 +116,33 @@ class StepLauncher(NativeRunner):
         """Capture and time the kinds of steps that forwards of these sizes can have; on a CPU there are none."""
         if not self._graphs.captures or sizes in self._kinds:
             return
-        layers = self._probe[0] if sizes.hidden and self._probe is not None else 0
-        file = KindsFile(self._kinds_key(sizes))
+        self.start_compiling(sizes)
+        file, kinds = self._compiling.pop(sizes)
         with not_late([self]), self._graphs.warming_up():
             with self._in_turn():
-                self._warm_up_kernels()
-                kinds = kinds_in_order(sizes, limits_of(self._graphs), layers, file.read())
                 self._graphs.capture(kinds)
+                self._warm_up_kernels()
             run_outside_graphs(self)
         self._kinds[sizes], self._times = file, ForwardTable(self._graphs)
+
+    def start_compiling(self, sizes: ForwardSizes, draft: object | None = None) -> None:
+        """Start to compile the kernels that `warm_up` needs, in threads, so that two models' compile together.
+
+        `draft`: the model whose trees this one verifies, for the kernels of `warm_up_receiver`.
+        """
+        if not self._graphs.captures or sizes in self._kinds or sizes in self._compiling:
+            return
+        layers = self._probe[0] if sizes.hidden and self._probe is not None else 0
+        file = KindsFile(self._kinds_key(sizes))
+        kinds = list(kinds_in_order(sizes, limits_of(self._graphs), layers, file.read()))
+        with not_late([self]), self._in_turn():
+            self._graphs.compile(kinds, (self._warm_up_kernels, partial(self._launch_receiver, draft)))
+        self._compiling[sizes] = file, kinds
+
+    def stop_compiling(self) -> None:
+        """Compile no more: a process that ends would wait for its threads."""
+        self._graphs.stop_compiling()
+        self._compiling.clear()
 
     def step_times(self) -> list[StepTime]:
         """Return the times of all kinds of steps that a warm-up has captured, the smallest first."""
@@ -342,6 +362,9 @@ class StepLauncher(NativeRunner):
 
     def _warm_up_kernels(self) -> None:
         """Compile kernels that run outside graphs; subclasses have some."""
+
+    def _launch_receiver(self, draft: object | None) -> None:
+        """Launch the kernels that bring a draft's tree to a step; subclasses have some."""
 
     def _chooser(self) -> Chooser:
         columns = self.decoder.columns

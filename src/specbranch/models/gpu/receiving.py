@@ -90,19 +90,20 @@ class DeviceReceiver:
         """Run the kernel that sends a tree's step to a bucket, and capture it."""
         if self.read.device.type != "cuda":
             return
-        self._by_kernel(tree, bucket)
+        self.launch(tree, bucket)
         if self._captures:
             kind = tree.state.data_ptr(), tree.first, bucket
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(torch.cuda.Stream(self.read.device)):  # type: ignore[no-untyped-call]
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    self._by_kernel(tree, bucket)
+                    self.launch(tree, bucket)
                 finally:
                     graph.capture_end()
             self._sends[kind] = graph
 
-    def _by_kernel(self, tree: DeviceTree, bucket: Bucket) -> None:
+    def launch(self, tree: DeviceTree, bucket: Bucket) -> None:
+        """Launch the kernel that sends a tree's step to a bucket; only on a GPU."""
         from specbranch.models.gpu.send_kernels import send
 
         step = views(self._input, bucket)

@@ -491,6 +491,11 @@ class GpuRunner(StepLauncher):
                 for bucket in received_buckets(limits_of(self._graphs)):
                     self._receiver.capture(draft._grower.tree, bucket)
 
+    def _launch_receiver(self, draft: object | None) -> None:
+        if isinstance(draft, GpuRunner) and draft.device == self.device:
+            for bucket in received_buckets(limits_of(self._graphs)):
+                self._receiver.launch(draft._grower.tree, bucket)
+
     def _warm_up_kernels(self) -> None:
         """Compile the kernel that chooses a tree's first step: it runs outside graphs."""
         self._grower.warm_up()

@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.gpu.attention import Attend, choose_attend
 from specbranch.models.gpu.choice import Chooser
+from specbranch.models.gpu.compiling import Compilation, Kernel, begin_compilation, ready_kernels
 from specbranch.models.gpu.layout import (
     MOST_STEP_ROWS,
     SMALLEST_BUCKET,
@@ -46,7 +46,7 @@ log = logging.getLogger("specbranch")
 GRAPHS_VARIABLE = "SPECBRANCH_GRAPHS"  # 0: run steps without graphs
 WARM_UPS = 2  # runs before a capture, in which kernels are compiled and cuBLAS chooses its algorithms
 MOST_GRAPHS = 64  # beside those that a warm-up captured
-TIMED_REPLAYS = 3  # runs of a captured step in a warm-up; their median counts
+TIMED_REPLAYS = 2  # runs of a captured step in a warm-up; the faster counts: the first may also upload the graph
 PINNED_ROWS = 16
 # bucket, number of layers whose hidden states are returned, number of best entries, True if a tree grows by them
 StepKind = tuple[Bucket, int, int, bool]
@@ -57,6 +57,7 @@ class GpuStep:
 
     lasting = False  # True if logits have their own memory, which only the next forward of as many rows overwrites
     moves = False  # True if a forward makes the moves that come with its step
+    only_kernels = False  # True if Triton kernels compute everything, so that it may run without its launches
     takes_chunks = False  # True if a step may have rows of prompts: their bits do not depend on where prompts are cut
     most_rows = MOST_STEP_ROWS
     least = SMALLEST_BUCKET  # smallest bucket of a step
@@ -163,6 +164,10 @@ class Graphs:
         self.seconds: dict[StepKind, float] = {}  # of a step of padding, for each kind of a warm-up
         self._outs: dict[int, Tensor] = {}  # by number of layers with hidden states; 0: logits
         self._warmed: dict[StepKind, Captured] = {}  # these stay
+        self._compilation: Compilation | None = None
+        self._collected: dict[StepKind, tuple[Ran, list[Kernel]]] = {}  # results and kernels, before a capture
+        self._launched: set[Kernel] = set()  # kernels that ran before a capture
+        self._spent: defaultdict[str, float] = defaultdict(float)  # seconds of a warm-up, by what was done
         self._graphs: OrderedDict[StepKind, Captured] = OrderedDict()
         if self.captures:
             self._pool = torch.cuda.graph_pool_handle()
@@ -181,7 +186,7 @@ class Graphs:
 
     def choose_with(self, chooser: Chooser) -> None:
         """Sample with another chooser from now on; drops all graphs."""
-        for kept in (self._graphs, self._warmed, self.seconds):
+        for kept in (self._graphs, self._warmed, self.seconds, self._collected):
             kept.clear()
         self.chooser = chooser
 
@@ -195,6 +200,70 @@ class Graphs:
             self.notes_met = True
 
     @torch.inference_mode()
+    def compile(self, kinds: Iterable[StepKind], others: Iterable[Callable[[], None]] = ()) -> None:
+        """Start to compile the kernels of kinds of steps, in threads; `capture` waits for them.
+
+        `others`: functions that launch further kernels. Nothing is launched here. If this is not possible, captures
+        compile.
+        """
+        new = [kind for kind in dict.fromkeys(kinds) if kind not in self._warmed and kind not in self._collected]
+        apart = self._step.only_kernels and (self.chooser is None or self.chooser.by_kernels)
+        if self._compilation is not None:
+            return
+        self._spent.clear()  # captures in the middle of answers are not a warm-up's
+        if not new or not self.captures or not apart:
+            return
+        compilation = begin_compilation()
+        if compilation is None:
+            return
+        try:
+            with self._spending("compiled"), self._counting_bytes():
+                self._collect(compilation, new, others)
+            self._compilation = compilation
+        except Exception as reason:  # captures compile then, and raise what is wrong
+            log.debug("Kernels are compiled one by one (%s: %s).", type(reason).__name__, reason)
+        finally:
+            if self._compilation is None:
+                compilation.cancel()
+                self._collected.clear()
+
+    def stop_compiling(self) -> None:
+        """Give up what `compile` started and no capture has waited for."""
+        compilation, self._compilation = self._compilation, None
+        if compilation is not None:
+            compilation.cancel()
+            self._collected.clear()
+
+    def _collect(
+        self, compilation: Compilation, kinds: Iterable[StepKind], others: Iterable[Callable[[], None]]
+    ) -> None:
+        """Run steps without their launches: only compilations start, and results get their memory."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream):
+                for kind in kinds:
+                    with self._on_padding(kind), compilation.collecting() as kernels:
+                        ran = self._forward(*kind)
+                    self._collected[kind] = self._lasting(kind, ran), kernels
+                for other in others:
+                    with compilation.collecting():
+                        other()
+        finally:
+            self._synchronize()  # other streams use the same input
+
+    def _finish_compiling(self) -> None:
+        """Wait for the kernels that are being compiled. Errors come up again when the kernels are launched."""
+        compilation, self._compilation = self._compilation, None
+        if compilation is None:
+            return
+        try:
+            with self._spending("compiled"):
+                compilation.finish()
+        except Exception as reason:
+            log.debug("Kernels are compiled one by one (%s: %s).", type(reason).__name__, reason)
+            self._collected.clear()
+
+    @torch.inference_mode()
     def capture(self, kinds: Iterable[StepKind]) -> int:
         """Capture and time kinds of steps before they are met; returns how many of them are ready.
 
@@ -202,20 +271,55 @@ class Graphs:
         """
         wanted = list(dict.fromkeys(kinds)) if self.captures else []
         missing = [kind for kind in wanted if kind not in self._warmed]
-        start, free = time.perf_counter(), self._free_bytes()
-        for number, kind in enumerate(missing):
-            log.info("CUDA graph %d of %d", number + 1, len(missing), extra={"done": number, "of": len(missing)})
-            try:
-                self._warm_up(kind)
-            except torch.OutOfMemoryError:
-                self._give_up(missing[max(number - 1, 0) :])
-                break
+        self._finish_compiling()
+        with self._counting_bytes():
+            for number, kind in enumerate(missing):
+                log.info("CUDA graph %d of %d", number + 1, len(missing), extra={"done": number, "of": len(missing)})
+                try:
+                    self._warm_up(kind)
+                except torch.OutOfMemoryError:
+                    self._give_up(missing[max(number - 1, 0) :])
+                    break
+        self._collected.clear()
         ready = sum(kind in self._warmed for kind in wanted)
         if missing:
-            self.warm_up_bytes += free - self._free_bytes()
-            seconds, megabytes = time.perf_counter() - start, self.warm_up_bytes / 1e6
-            log.info("%d CUDA graphs are ready after %.1f s; they take %.0f MB.", ready, seconds, megabytes)
+            self._say_ready(ready)
         return ready
+
+    def _say_ready(self, ready: int) -> None:
+        seconds, megabytes = sum(self._spent.values()), self.warm_up_bytes / 1e6
+        parts = ", ".join(f"{what} {self._spent[what]:.1f} s" for what in ("compiled", "run", "captured", "timed"))
+        log.info("%d CUDA graphs are ready after %.1f s (%s); they take %.0f MB.", ready, seconds, parts, megabytes)
+        self._spent.clear()
+
+    @contextmanager
+    def _spending(self, what: str) -> Iterator[None]:
+        """Add the seconds of this context to those of a warm-up."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent[what] += time.perf_counter() - start
+
+    @contextmanager
+    def _counting_bytes(self) -> Iterator[None]:
+        """Add the memory that torch takes within this context, graphs included."""
+        before = self._reserved_bytes()
+        try:
+            yield
+        finally:
+            self.warm_up_bytes += max(self._reserved_bytes() - before, 0)  # something else may have been freed
+
+    def _reserved_bytes(self) -> int:
+        """Return the memory that torch holds for this process.
+
+        The device's free memory would also change with other processes. The driver's own memory for graphs and kernels
+        is left out.
+        """
+        if self._device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()  # a capture would free it, too
+        return int(torch.cuda.memory_reserved(self._device))
 
     def run(self, packed: np.ndarray | Tensor, bucket: Bucket) -> Tensor:
         """Copy a packed step up, run it, and return its logits."""
@@ -255,7 +359,8 @@ class Graphs:
 
     def _warm_up(self, kind: StepKind) -> None:
         made = self._graphs.pop(kind, None) or self._captured(kind)
-        self.seconds[kind] = self._timed(kind, made)
+        with self._spending("timed"):
+            self.seconds[kind] = self._timed(kind, made)
         self._warmed[kind] = made
 
     def _give_up(self, kinds: Sequence[StepKind]) -> None:
@@ -272,15 +377,12 @@ class Graphs:
             len(kinds),
         )
 
-    def _free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self._device)[0]) if self._device.type == "cuda" else 0
-
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def _timed(self, kind: StepKind, captured: Captured) -> float:
-        """Return the seconds of a captured step without context: the median of a few runs."""
+        """Return the seconds of a captured step without context: the fastest of a few runs."""
         times: list[float] = []
         for _ in range(TIMED_REPLAYS):
             with self._on_padding(kind):
@@ -293,7 +395,7 @@ class Graphs:
                 end.record()
                 end.synchronize()
                 times.append(begin.elapsed_time(end) / 1000)
-        return median(times)
+        return min(times)
 
     def bring(self, packed: np.ndarray | Tensor) -> None:
         """Copy a packed step to `input`, asynchronously."""
@@ -319,16 +421,24 @@ class Graphs:
         start, self.capturing = time.perf_counter(), True
         try:
             with self._on_padding(kind):
-                ran, graph = self._warmed_up(kind), torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                    again = self._forward(*kind)
-                    for lasting, made in ((ran.logits, again.logits), (ran.states, again.states)):
-                        if lasting is not None and made is not None and lasting.data_ptr() != made.data_ptr():
-                            lasting.copy_(made)
+                with self._spending("run"):
+                    ran = self._warmed_up(kind)
+                with self._spending("captured"):
+                    graph = self._graph(kind, ran)
         finally:
             self.capturing = False
         log.debug("Captured a step of %s in %.2f s.", described(kind), time.perf_counter() - start)
         return Captured(graph, ran)
+
+    def _graph(self, kind: StepKind, ran: Ran) -> torch.cuda.CUDAGraph:
+        """Capture a step whose results go to `ran`."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            again = self._forward(*kind)
+            for lasting, made in ((ran.logits, again.logits), (ran.states, again.states)):
+                if lasting is not None and made is not None and lasting.data_ptr() != made.data_ptr():
+                    lasting.copy_(made)
+        return graph
 
     @contextmanager
     def _on_padding(self, kind: StepKind) -> Iterator[None]:
@@ -347,15 +457,32 @@ class Graphs:
                 self.tree.forget_reported()
 
     def _warmed_up(self, kind: StepKind) -> Ran:
-        """Run a step as it will be captured; returns the tensors that will take its results.
+        """Run a step as it will be captured, unless all its kernels ran before; returns the tensors for its results.
 
-        Results have their own memory: in the graphs' pool another graph's replay would overwrite them.
+        Kernels are loaded when they first run, and that must not happen in a capture.
         """
+        ran, collected = self._collected.pop(kind, (None, ()))
+        kernels = ready_kernels(collected)
+        if ran is None or kernels is None:  # not collected, or not compiled
+            return self._lasting(kind, self._run_directly(kind, WARM_UPS))
+        if not kernels <= self._launched:
+            self._run_directly(kind, 1)
+            self._launched |= kernels
+        return ran
+
+    def _run_directly(self, kind: StepKind, times: int) -> Ran:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the packed step comes from there
         with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
+            for _ in range(times):
                 ran = self._forward(*kind)
         torch.cuda.synchronize(self._device)
+        return ran
+
+    def _lasting(self, kind: StepKind, ran: Ran) -> Ran:
+        """Return the tensors that take a kind's results.
+
+        They have their own memory: in the graphs' pool another graph's replay would overwrite them.
+        """
         logits = ran.logits if self._step.lasting else self._out(0, ran.logits)
         return Ran(logits, None if ran.states is None else self._out(kind[1], ran.states), ran.results)
 

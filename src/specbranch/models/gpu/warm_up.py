@@ -220,7 +220,8 @@ class KernelWatch:
 
     def _compiled(self, **about: Any) -> None:
         graphs = None if self._graphs is None else self._graphs()
-        if graphs is not None and not graphs.capturing:
+        # a manual warm-up is what `compiling.py` does
+        if graphs is not None and not graphs.capturing and not about.get("is_manual_warmup"):
             graphs.late += 1
             log.info("Triton compiled a kernel outside a warm-up: %s.", about.get("repr", ""))
 
