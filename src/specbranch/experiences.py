@@ -24,7 +24,7 @@ from typing import Any, TypeGuard, get_args
 from filelock import FileLock, Timeout
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.costs import TIMES_KEPT, Costs, Curve, MeasuredCosts, Recent, RoundKind
+from specbranch.core.costs import TIMES_KEPT, Costs, Curve, MeasuredCosts, Recent, RunKind
 from specbranch.core.experience import EXPERIENCE_TOKENS, MOST_SHIFT, Experience, Insight, News, Tally
 from specbranch.files import replacing
 
@@ -38,7 +38,7 @@ MOST_CONFIGURATIONS = 64  # configurations whose experience is in memory; a requ
 AT_CLOSE = 5.0  # seconds that closing waits for a running write
 MOST_NEWS = 20_000  # of one kind that wait for a lock; the file drops older ones anyway
 MOST_BYTES = 16 << 20  # of a file
-TALLIES = ("first", "other", "cover", "looked")
+TALLIES = ("first", "other", "cover", "hits", "looked")
 MOST_KNOWN_ROWS = 1 << 20
 MOST_LOAD = 32  # as a power of two of sessions
 HOUR = 3600.0
@@ -279,8 +279,8 @@ def set_costs(costs: MeasuredCosts, saved: SavedCosts) -> None:
         for rows, seconds in saved[name].items():
             curve.set(_count(rows, 1, MOST_KNOWN_ROWS), _number(seconds, 1e-9, HOUR))
     for kind, size, times in saved["hosts"]:
-        if kind not in get_args(RoundKind):
-            raise ValueError(f"{kind!r:.40} is no kind of round")
+        if kind not in get_args(RunKind):
+            raise ValueError(f"{kind!r:.40} is no kind of run")
         recent = costs.hosts.setdefault((kind, _count(str(size), 1, MOST_LOAD)), Recent())
         for seconds in times[-TIMES_KEPT:]:
             recent.add(_number(seconds, 0.0, HOUR))

@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from specbranch.core.costs import RunKind
 from specbranch.errors import BadParameter, unknown
 
 Points = tuple[tuple[float, float], ...]  # (rows, seconds), by rows
@@ -88,6 +89,11 @@ class CostProfile:
         return not (self.asking or self.hearing)
 
     @property
+    def factor(self) -> float:
+        """1: a profile's machine is never slower."""
+        return 1.0
+
+    @property
     def launches_ahead(self) -> bool:
         """True if the profile knows what launching the next round ahead saves."""
         return self.asking > 0.0
@@ -110,6 +116,14 @@ class CostProfile:
     def draft_seconds(self, width: int, context: float | None = None) -> float:
         """Return the seconds of one draft forward over `width` rows; `context` as for the target."""
         return self._at(self.draft, self.draft_per_context, width, context)
+
+    def gap(self, kind: RunKind, sessions: int = 1) -> float:
+        """Return the seconds of the host before a run of this kind: a plain one goes on by itself."""
+        return self.host + (0.0 if kind == "plain" else self.hearing if kind == "verify" else self.asking)
+
+    def host_of_drafting(self, sessions: int) -> float:
+        """Return the seconds of a round with a draft before its verify, outside both models."""
+        return self.gap("draft") + self.gap("verify")
 
     def host_seconds(self, begun: Beginning) -> float:
         """Return the seconds of a round outside both models, by how it is started."""

@@ -19,11 +19,12 @@ TIMES_KEPT = 15  # latest values that a median is taken of
 SLOPE = 0.05  # share of the seconds of one row that each further row of a target forward adds, until more is timed
 LANE = 0.05  # the same for each further row of a draft step
 MOST_RATIO = 1.5  # a round counts as at most this many times as slow, or as fast, as expected
-FACTOR_PACE = 0.1  # part of a round's ratio, in logarithms, that the machine's common factor takes over
+FACTOR_PACE = 0.15  # part of a round's ratio, in logarithms, that the machine's common factor takes over
 POINT_PACE = 0.02  # the same for the timed point of that size
 MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
 Model = Literal["target", "draft"]
-RoundKind = Literal["plain", "lookup", "draft"]
+# Kinds of runs: "draft" and the "verify" behind it are one round; "plain" and "lookup" verify without a draft.
+RunKind = Literal["plain", "lookup", "draft", "verify"]
 CostPoints = list[tuple[int, float]]  # seconds by rows, ascending
 Padded = Callable[[int], int]  # the rows of a forward to those it is computed with
 
@@ -49,6 +50,11 @@ class Costs(Protocol):
     @property
     def prices_all(self) -> bool:
         """True if the cost model covers the whole round; then no comparison with plain decoding is needed."""
+        ...
+
+    @property
+    def factor(self) -> float:
+        """How slow the machine is now, by its speed when costs were measured."""
         ...
 
     @property
@@ -84,6 +90,14 @@ class Costs(Protocol):
     @property
     def host(self) -> float:
         """Seconds of a round outside both models."""
+        ...
+
+    def gap(self, kind: RunKind, sessions: int = 1) -> float:
+        """Return the seconds of the host before a run of this kind."""
+        ...
+
+    def host_of_drafting(self, sessions: int) -> float:
+        """Return the seconds of a round with a draft before its verify, outside both models."""
         ...
 
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
@@ -167,12 +181,11 @@ class MeasuredCosts:
         self._padded = padded
         self.target, self.step = Curve(SLOPE), Curve(LANE)
         self.setup = 0.0
-        self.factor = 1.0  # of this machine now, by the machine at load
-        self.hosts: dict[tuple[RoundKind, int], Recent] = {}  # by the power of two of the sessions, too
+        self.factor = 1.0  # how slow the machine is now, by its speed at load
+        self.hosts: dict[tuple[RunKind, int], Recent] = {}  # by the power of two of the sessions, too
         self.slow_downs: dict[Model, Recent] = {model: Recent() for model in get_args(Model)}
         self._ended: float | None = None
-        self._gaps = 0.0  # seconds of the host in this round so far
-        self._drafts = False  # the draft has worked in this round, before the verify
+        self._drafted_before = False  # the run before this one only drafted
 
     @property
     def draft_setup(self) -> float:
@@ -192,21 +205,29 @@ class MeasuredCosts:
     @property
     def host(self) -> float:
         """Seconds of a plain round outside both models."""
-        return self.host_of("plain")
+        return self.gap("plain")
 
     @property
     def draft_host(self) -> float:
         """Seconds of the host that drafting before a verify adds to a round."""
-        return max(self.host_of("draft") - self.host, 0.0) if ("draft", 1) in self.hosts else self.host
+        if not any(kind == "draft" for kind, _ in self.hosts):
+            return self.host
+        return max(self.gap("draft") + self.gap("verify") - self.gap("plain", otherwise="draft"), 0.0)
 
-    def host_of(self, kind: RoundKind, sessions: int = 1) -> float:
-        """Return the seconds of a round outside both models; if none was timed, those of the likest round that was."""
+    def host_of_drafting(self, sessions: int) -> float:
+        """Return the seconds of a round with a draft before its verify, outside both models."""
+        return self.gap("draft", sessions) + self.gap("verify", sessions)
+
+    def gap(self, kind: RunKind, sessions: int = 1, otherwise: RunKind = "plain") -> float:
+        """Return the seconds between the run before and one of this kind, for so many sessions or about as many.
+
+        If the kind is unknown, those of `otherwise`, or of any that is known.
+        """
+        if not self.hosts:
+            return 0.0
         size = sessions.bit_length()
-        found = self.hosts.get((kind, size))
-        if found is None and self.hosts:
-            nearest = min(self.hosts, key=lambda at: (at[0] != kind, abs(at[1] - size)))
-            found = self.hosts[nearest]
-        return found.median if found else 0.0
+        nearest = min(self.hosts, key=lambda at: (at[0] != kind, at[0] != otherwise, abs(at[1] - size)))
+        return self.hosts[nearest].median
 
     @property
     def ahead_saves(self) -> float:
@@ -237,7 +258,7 @@ class MeasuredCosts:
 
     def pause(self) -> None:
         """Note an idle pause: the time to the next round is no host time."""
-        self._ended, self._gaps, self._drafts = None, 0.0, False
+        self._ended, self._drafted_before = None, False
 
     def observe(self, orders: Mapping[int, Orders], reports: Mapping[int, Reports], prefilled: bool = False) -> None:
         """Learn from a round of all sessions together; `prefilled`: its forward had prompt tokens of the round before.
@@ -253,9 +274,9 @@ class MeasuredCosts:
         prefilled = prefilled or any(order.prefill or _prefills(order.verify) for order in orders.values())
         if verifying is not None and not prefilled:
             self._verified(verifying, len(steps) if overlaps else 0)
-        self._drafts |= drafting is not None and verifying is None
         spans = [span for span in (drafting, verifying) if span is not None]
-        self._between(spans, _kind_of(orders, self._drafts), len(orders))
+        self._between(spans, _kind_of(orders, self._drafted_before), len(orders))
+        self._drafted_before = verifying is None
 
     def _rows(self, rows: int) -> int:
         """Return the number of rows with which a target forward is computed."""
@@ -287,27 +308,22 @@ class MeasuredCosts:
     def _clipped(ratio: float) -> float:
         return min(max(ratio, 1.0 / MOST_RATIO), MOST_RATIO)
 
-    def _between(self, spans: list[Span], kind: RoundKind | None, sessions: int) -> None:
-        """Learn the host's part of a round, which ends with a verify."""
+    def _between(self, spans: list[Span], kind: RunKind, sessions: int) -> None:
+        """Learn the host's part of a run."""
         if not spans:
             return
         if self._ended is not None:
-            self._gaps += max(min(span.start for span in spans) - self._ended, 0.0)
-            if kind is not None:
-                self.hosts.setdefault((kind, sessions.bit_length()), Recent()).add(self._gaps)
+            gap = max(min(span.start for span in spans) - self._ended, 0.0)
+            self.hosts.setdefault((kind, sessions.bit_length()), Recent()).add(gap)
         self._ended = max(span.end for span in spans)
-        if kind is not None:
-            self._gaps, self._drafts = 0.0, False
 
 
-def _kind_of(orders: Mapping[int, Orders], drafted: bool) -> RoundKind | None:
-    """Return the kind of a round; None: the round goes on with a verify. `drafted`: in an earlier part of it."""
+def _kind_of(orders: Mapping[int, Orders], drafted: bool) -> RunKind:
+    """Return the kind of a run; `drafted`: the run before it only drafted."""
     verifies = [order.verify for order in orders.values() if order.verify is not None]
     if not verifies:
-        return None
-    if drafted:
         return "draft"
-    return "lookup" if any(verify.tokens for verify in verifies) else "plain"
+    return "verify" if drafted else "lookup" if any(verify.tokens for verify in verifies) else "plain"
 
 
 def _prefills(order: DraftOrder | Verify | None) -> bool:

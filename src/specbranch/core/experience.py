@@ -6,13 +6,12 @@ verdicts and times, never from tokens that no verdict has judged.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from specbranch.core.costs import Costs, MeasuredCosts
+from specbranch.core.goodput import Goodput
 from specbranch.core.orders import Orders, Reports
-from specbranch.core.stance import Stance
 from specbranch.core.trees import Chances, shifted
 
 # Initial acceptance rates of a draft's first candidate, and of its others, by class of the draft's probability.
@@ -36,6 +35,7 @@ USUAL_OTHER = (
     0.45,
     0.45,
 )
+USUAL_HITS = 0.7  # initial share of positions at which the draft's first candidate is the target's token
 USUAL_COVER = 0.8  # initial share of positions at which the target's token is among the candidates
 # Initial acceptance rates of looked-up tokens. A row for each class of match length. Columns: the draft has not scored
 # the position; the token is the draft's first candidate; one of its others; none of them.
@@ -86,7 +86,7 @@ class Tally:
         return tuple(true / seen for true, seen in zip(self.true, self.seen, strict=True))
 
 
-Learned = Literal["first", "other", "cover", "looked", "shift", "pace"]
+Learned = Literal["first", "other", "cover", "hits", "looked", "shift", "pace"]
 News = tuple[Learned, int, float]  # an observation: what it is of, its class, and its outcome
 
 
@@ -97,12 +97,14 @@ class Insight:
     first: Tally = field(default_factory=lambda: Tally(USUAL_FIRST))
     other: Tally = field(default_factory=lambda: Tally(USUAL_OTHER))
     cover: Tally = field(default_factory=lambda: Tally((USUAL_COVER,), memory=200.0))
+    hits: Tally = field(default_factory=lambda: Tally((USUAL_HITS,), trust=10.0, memory=200.0))
     looked: Tally = field(
         default_factory=lambda: Tally(tuple(share for line in USUAL_LOOK for share in line), 6.0, 400.0)
     )
     shifts: list[float] = field(
         default_factory=lambda: [x for first, other in USUAL_SHIFT for x in (0.0, first, other, 0.0)]
     )
+    looked_tokens: float = 0.3  # of lookup in a round, lately
     tokens: float = 0.0
     seconds: float = 0.0
     news: list[News] | None = None  # what was learned since the last save; None: nothing is saved
@@ -173,19 +175,16 @@ class Experience:
         self.learned = self.costs if isinstance(self.costs, MeasuredCosts) else None
         self.has_draft = has_draft
         self.insight = Insight()
-        self.stance = None if self.costs.prices_all else Stance(self._most_plain)
-        # Rates on free text say nothing about text that is being copied, where lookup pays. This one is never saved.
-        self.copying = None if self.costs.prices_all else Stance(self._most_plain)
+        self.goodput = Goodput()
         self._credit = 0.0  # seconds that may go to a probe
 
-    def _most_plain(self, batch_size: int) -> float:
-        """Return the most tokens a second that plain decoding can give each of `batch_size` sessions."""
-        seconds = self.costs.target_seconds(batch_size) if self.costs.knows_target else 0.0
-        return 1.0 / seconds if seconds > 0.0 else math.inf
+    def has_credit(self, seconds: float) -> bool:
+        """True if the probe credit covers so many seconds."""
+        return self._credit >= seconds
 
     def pay_probe(self, seconds: float) -> bool:
         """Spend the probe credit if it covers so many seconds; returns True if it did."""
-        if self._credit < seconds:
+        if not self.has_credit(seconds):
             return False
         self.reset_probe_credit()
         return True

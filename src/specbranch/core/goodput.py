@@ -16,13 +16,14 @@ Way = Literal["plain", "planned"]
 Expected = Callable[[], Mapping[Way, float]]  # tokens a second of one session, by the model
 
 BLOCK = 12  # rounds of each session between two looks at the choice
-LEFT_OUT = 2  # rounds of each session after a change that do not count: earlier work ends, and the draft catches up
+LEFT_OUT = 4  # rounds of each session after a change that do not count: earlier work ends, and the draft catches up
 BETTER = 1.02  # the other way is taken if it is this many times as fast
 TRUST = 0.5  # part of a block's deviation from the model, in logarithms, that is taken over
 UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and just tried
 DOUBT_GROWTH = 0.01  # of the doubt in the way that is not taken, for each block
+KEPT = 0.95  # of the deviation of the way that is not taken, after each block
 TRIAL_SHARE = 0.01  # of the seconds, that trials of a way that is expected to be slower may lose
-SLOWEST = 4.0  # times the expected seconds; a round counts at most that long, as it may include a setup
+SLOWEST = 2.0  # times the expected seconds; a round counts at most that long, as it may include a setup
 
 
 @dataclass(slots=True)
@@ -44,6 +45,11 @@ class WaySeen:
         deviation = math.log(max(seen, 1e-9) / max(self.expected, 1e-9))
         self.deviation += (TRUST if known else 1.0) * (deviation - self.deviation)
         self.doubt = SEEN
+
+    def fade(self) -> None:
+        """Forget a little: another way was taken, and the text may have changed."""
+        self.doubt = min(self.doubt + DOUBT_GROWTH, UNSEEN)
+        self.deviation *= KEPT
 
 
 @dataclass(slots=True)
@@ -67,7 +73,7 @@ class _Load:
         here, other = self.ways[self.way], self.ways[_other(self.way)]
         if self.seconds > 0.0:
             here.take(self.tokens / self.seconds)
-        other.doubt = min(other.doubt + DOUBT_GROWTH, UNSEEN)
+        other.fade()
         self.credit += TRIAL_SHARE * self.seconds
         self.update(expected)
         loss = self.seconds * max(1.0 - other.estimate / max(here.estimate, 1e-9), 0.0)
@@ -89,9 +95,10 @@ class Goodput:
         key = batch_size.bit_length()
         if key not in self._loads:
             rates = expected()
-            load = self._loads[key] = _Load("planned" if rates["planned"] > rates["plain"] else "plain", 0.0)
+            hopeful = rates["planned"] * (1.0 + UNSEEN) > rates["plain"]
+            load = self._loads[key] = _Load("planned" if hopeful else "plain", 0.0)
             load.update(rates)
-            load.left = BLOCK * batch_size
+            load.left, load.settling = BLOCK * batch_size, LEFT_OUT * batch_size
         return self._loads[key].way
 
     def record(self, batch_size: int, way: Way, tokens: int, seconds: float, expected: Expected) -> None:

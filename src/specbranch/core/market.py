@@ -117,7 +117,9 @@ def _seconds(offer: LaneOffer, rows: int, whole: int, others: int) -> float:
     costs, context = offer.costs, offer.context
     usual = costs.draft_seconds(rows, context)
     once = ONCE * (costs.draft_seconds(whole, context) - usual) if whole > rows else 0.0
-    return usual + once - costs.draft_seconds(others, context) if others else usual + once + costs.draft_setup + costs.draft_host
+    if others:
+        return usual + once - costs.draft_seconds(others, context)
+    return usual + once + costs.draft_setup + costs.draft_host
 
 
 def step_prices(costs: Costs, rate: float, context: float, widest: int) -> tuple[float, ...]:

@@ -13,13 +13,14 @@ from functools import partial
 from itertools import pairwise, takewhile
 
 from specbranch.core.experience import Experience
+from specbranch.core.goodput import Way
 from specbranch.core.lookup import Ngrams
 from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, pays_alone, step_prices
 from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, likeliest_nodes
 from specbranch.core.slots import ROOT
-from specbranch.core.stance import Stance
 from specbranch.core.trees import (
+    NO_TREE,
     NOT_SCORED,
     GrowingTree,
     Growth,
@@ -38,7 +39,8 @@ SPARED = 0.7
 # with this share of what launching ahead would save: drafting during a verify rules that out.
 AT_FIRST = 0.5
 LOOKED = 15  # tokens that lookup proposes behind a match, at most
-COPIED = 4  # tokens of a match from which on the text counts as being copied
+LOOKED_PACE = 0.05  # weight of a round in the mean number of tokens that lookup brings
+MODELLED_CHAIN = 6  # tokens of the longest chain by which the goodput of drafting in a batch is expected
 SURE = 4  # candidates: computing a node was useful if the target's token is among this many; few others are verified
 IN_A_ROW = 4  # steps of one width that have to fit into a verify for this width to be used, …
 LIGHT = 1.25  # … unless a step costs at most this many times the price of a step of width 1
@@ -46,9 +48,10 @@ LIGHT = 1.25  # … unless a step costs at most this many times the price of a s
 # the rest. The first step may cost less because further steps depend on it.
 FIRST = 0.5
 PLANNED_ROWS = 16  # rows that one verify of a session may have, the root's included
-import os
-DRIFT_PACE = float(os.environ.get("DP","0.15"))
-DRIFT_FADE = float(os.environ.get("DF","0.97"))
+# Within a request: how fast acceptance follows the text (log-odds for each wrong expectation), and how much of that
+# stays after a token.
+DRIFT_PACE = 0.15
+DRIFT_FADE = 0.98
 MUTE = 8  # unanswered orders in a row after which the draft counts as gone: the text may exceed its context
 
 
@@ -95,7 +98,6 @@ class Planner:
         self._most_rows = most_rows
         self._breadth = WIDE if self.overlap and branches else NARROW if trees or branches else ONE
         self._unanswered = 0  # draft orders in a row
-        self._copying = False  # since this round began: the text repeats itself
         self._context, self._batch_size = 0, 1  # tokens before this round, sessions in it
         self._slowdown = 1.0  # seconds of a plain round in this batch, by those of a lone session's
         self._seconds: dict[int, float] = {}  # of a target forward by its rows, since this round began
@@ -114,23 +116,55 @@ class Planner:
         """True if the draft can be asked, and the cost of that is known."""
         return self._can_draft and self.costs.knows_target and self.costs.knows_draft
 
-    def choose_plain(self, batch_size: int) -> bool:
-        """Choose how to decode the next round; returns True for plain decoding, without a plan.
+    def choose(self, context: int, batch_size: int, tree: Tree, uncomputed: int) -> Way:
+        """Choose how to decode the next round, after `context` tokens; a planned one is begun with that.
 
-        The choice goes by measured rates at this batch size, apart for text that is being copied.
+        In a batch the choice goes by goodput. A lone session plans unless a plan would do nothing.
         """
-        self._copying = batch_size == 1 and self._ngrams is not None and self._ngrams.find(1)[0] >= COPIED
-        stance = self._stance
-        return False
+        if batch_size > 1 and not self.costs.prices_all:
+            way = self.experience.goodput.choose(batch_size, partial(self._expected_rates, batch_size))
+            if way == "plain":
+                return way
+        self.begin(context, batch_size)
+        return "plain" if batch_size == 1 and tree == NO_TREE and self._nothing_pays(uncomputed) else "planned"
 
-    @property
-    def _stance(self) -> Stance | None:
-        return self.experience.copying if self._copying else self.experience.stance
+    def record_round(self, batch_size: int, way: Way, tokens: int, seconds: float) -> None:
+        """Learn the goodput of a round in a batch."""
+        if batch_size > 1 and not self.costs.prices_all:
+            expected = partial(self._expected_rates, batch_size)
+            self.experience.goodput.record(batch_size, way, tokens, seconds / self.costs.factor, expected)
 
-    def record_round(self, batch_size: int, plain: bool, tokens: int, seconds: float) -> None:
-        """Learn the rate of a whole round, for the choice between plain and planned rounds."""
-        if (stance := self._stance) is not None:
-            stance.note(batch_size, plain, tokens, seconds)
+    def _expected_rates(self, batch_size: int) -> dict[Way, float]:
+        """Return the tokens a second that the model expects of one session, plain and planned, on a machine as fast
+        as at load."""
+        costs, insight = self.costs, self.insight
+        plain = costs.target_seconds(batch_size) + costs.gap("plain", batch_size)
+        if not costs.knows_target:
+            return {"plain": 1.0, "planned": 1.0 if self.experience.has_draft else 0.0}
+        looked = insight.looked_tokens
+        rows = round(batch_size * (1.0 + 2.0 * looked))
+        found = (1.0 + looked) / (costs.target_seconds(rows) + costs.gap("lookup", batch_size))
+        right = min(insight.hits.shares()[0], 0.99)
+        for length in range(1, MODELLED_CHAIN + 1) if self._knows_draft else ():
+            seconds = costs.draft_setup + length * costs.draft_seconds(batch_size)
+            seconds += costs.target_seconds(batch_size * (1 + length)) + costs.host_of_drafting(batch_size)
+            found = max(found, (1.0 - right ** (length + 1)) / (1.0 - right) / seconds)
+        return {"plain": costs.factor / max(plain, 1e-12), "planned": costs.factor * found}
+
+    def _nothing_pays(self, uncomputed: int) -> bool:
+        """True if a plan of a lone session would neither draft nor verify looked-up tokens."""
+        costs = self.costs
+        if not costs.knows_target or (self._can_draft and not costs.knows_draft):
+            return False
+        words, tokens = self._ngrams.find(LOOKED) if self._ngrams else (0, ())
+        chance = self._chances.looked[look_class(match_class(words), NOT_SCORED)] if tokens else 0.0
+        if chance > self._rate * (self._target_seconds(2) - self._target_seconds(1)):
+            return False
+        if not self._can_draft:
+            return True
+        if pays_alone(self._first_offer(1.0 - chance, uncomputed)):
+            return False
+        return not self.experience.has_credit(self._probe_seconds(uncomputed))
 
     def begin(self, context: int, batch_size: int = 1) -> None:
         """Compute rate, prices and probabilities anew for a round after `context` tokens.
@@ -349,6 +383,7 @@ class Planner:
         """Learn how good candidates are: the target accepted the nodes of `path`, then chose `token`."""
         if not self._learns:
             return
+        self._record_looked(tree, path)
         truth = [*(tree.nodes[n].token for n in path), token]
         for parent, true_token in zip((ROOT, *path), truth, strict=True):
             children = [tree.nodes[n] for n in tree.children(parent)]
@@ -358,7 +393,14 @@ class Planner:
             if scored:
                 covered = any(node.token == true_token and node.rank < SURE for node in children)
                 self.insight.learn("cover", 0, covered)  # 0: the only class of this tally
+                hit = any(node.token == true_token and node.rank == 0 and node.said > 0.0 for node in children)
+                self.insight.learn("hits", 0, hit)
         self._chances = self.insight.chances(self._drift, self._look_drift)
+
+    def _record_looked(self, tree: Tree, path: list[int]) -> None:
+        """Learn how many tokens lookup alone would have brought in this round."""
+        looked = sum(bool(tree.nodes[n].look) for n in path)
+        self.insight.looked_tokens += LOOKED_PACE * (looked - self.insight.looked_tokens)
 
     def _record_candidate(self, node: Node, parent_scored: bool, right: bool) -> None:
         """Learn from one candidate, by the draft's probability and by the class of its lookup."""

@@ -23,9 +23,8 @@ TreeRound = Generator[Any, Any, Tree]  # yields Orders and Offers, is sent Repor
 
 def decode_tree(session: Session, planner: Planner) -> MethodRounds:
     """Decode a request by draft trees; both models work at once where that pays."""
-    # Prefill of the draft waits for its first order: in a batch, or where plain decoding is faster, none may ever come.
-    prefills_draft = session.batch_size == 1 and not planner.choose_plain(1)
-    yield from prefill(session, planner.experience.has_draft and prefills_draft)
+    # In a batch, prefill of the draft waits for its first order: none may ever come.
+    yield from prefill(session, planner.experience.has_draft and session.batch_size == 1)
     deferred = Deferred()
     try:
         yield from _decode(session, planner, deferred)
@@ -38,20 +37,19 @@ def _decode(session: Session, planner: Planner, deferred: Deferred) -> MethodRou
     tree = NO_TREE
     while not session.finished:
         batch_size, last_end, emitted = session.batch_size, session.now, session.stats.emitted
-        plain = planner.choose_plain(batch_size)
-        if plain:
+        way = planner.choose(len(session.tokens), batch_size, tree, session.unsent)
+        if way == "plain":
             deferred.add(session.stats.abandon_tree, tree)  # a plain round keeps no tree
             yield from _plain_round(session, planner, deferred)
             tree = NO_TREE
         else:
             tree = yield from _planned_round(session, planner, tree, deferred)
-        planner.record_round(batch_size, plain, session.stats.emitted - emitted, session.now - last_end)
+        planner.record_round(batch_size, way, session.stats.emitted - emitted, session.now - last_end)
     deferred.add(session.stats.abandon_tree, tree)
 
 
 def _planned_round(session: Session, planner: Planner, tree: Tree, deferred: Deferred) -> TreeRound:
     """Draft while the target waits if that pays, then verify, and draft on during the verify if that pays."""
-    planner.begin(len(session.tokens), session.batch_size)
     session.stats.begin(tree.root_scored)
     tree = planner.with_lookup(tree)
     offer = planner.lane_offer(tree, session.unsent) if session.room > 1 else None
@@ -98,7 +96,9 @@ def _verify_orders(
 
 def _plain_round(session: Session, planner: Planner, deferred: Deferred) -> TreeRound:
     """Decode one token of the target, without a plan."""
-    orders = Orders(verify=session.verify_plainly(), deferred=deferred)
+    follows = planner.launch_ahead(NO_TREE, session.unsent) if session.batch_size == 1 else None
+    verify = session.verify_tree(NO_TREE, follows=follows) if follows else session.verify_plainly()
+    orders = Orders(verify=verify, deferred=deferred)
     deferred.add(_count_kind, session, NO_TREE, [], None)
     reports = yield orders
     deferred.run()

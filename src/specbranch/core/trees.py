@@ -194,6 +194,7 @@ def paces(growths: Sequence[Growth], spent: float, reaches: Sequence[Sequence[fl
 
 
 def shifted(chance: float, shift: float) -> float:
+    """Return a chance with something added to its log-odds."""
     odds = chance / max(1.0 - chance, 1e-6) * exp(shift)
     return odds / (1.0 + odds)
 

@@ -118,9 +118,7 @@ class CaseRun:
         self._sessions: list[Session] = []
         self._ended = 0  # tokens of earlier batches
         if one.learns_costs and self.experience.learned is not None:  # as an engine does when it loads
-            rehearse(
-                self.clock, self.experience.learned, scripts.vocabulary, True, LAB_REHEARSAL_SECONDS, set_up=True
-            )
+            rehearse(self.clock, self.experience.learned, scripts.vocabulary, True, LAB_REHEARSAL_SECONDS, set_up=True)
 
     def run(self) -> Run:
         """Decode all batches."""
