@@ -17,10 +17,10 @@ Expected = Callable[[], Mapping[Way, float]]  # tokens a second of one session, 
 
 BLOCK = 12  # rounds of each session between two looks at the choice
 LEFT_OUT = 4  # rounds of each session after a change that do not count: earlier work ends, and the draft catches up
-BETTER = 1.02  # the other way is taken if it is this many times as fast
+BETTER = 1.03  # the other way is taken if it is this many times as fast
 TRUST = 0.5  # part of a block's deviation from the model, in logarithms, that is taken over
 UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and just tried
-DOUBT_GROWTH = 0.01  # of the doubt in the way that is not taken, for each block
+DOUBT_GROWTH = 0.005  # of the doubt in the way that is not taken, for each block
 KEPT = 0.95  # of the deviation of the way that is not taken, after each block
 TRIAL_SHARE = 0.01  # of the seconds, that trials of a way that is expected to be slower may lose
 SLOWEST = 2.0  # times the expected seconds; a round counts at most that long, as it may include a setup

@@ -265,8 +265,8 @@ class Planner:
         """
         growth, plain_rate = self._growth, 1.0 / self._target_seconds(self._batch_size)
         first_rate = FIRST * self._rate + (1.0 - FIRST) * plain_rate
-        # In a batch rows are short, so candidates count by what they bring beyond the price of their rows.
-        gain *= growth.worth * (self.insight.promise(growth.row_price) if self._batch_size > 1 else 1.0)
+        # Candidates count by what they bring beyond the price of their rows.
+        gain *= growth.worth * self.insight.promise(growth.row_price)
         return self._lane_offer([gain], max(uncomputed, 1), first_rate)
 
     def _lane_offer(self, gains: list[float], uncomputed: int, first_rate: float) -> LaneOffer:
