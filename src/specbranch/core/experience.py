@@ -105,8 +105,11 @@ class Insight:
         default_factory=lambda: [x for first, other in USUAL_SHIFT for x in (0.0, first, other, 0.0)]
     )
     looked_tokens: float = 0.3  # of lookup in a round, lately
+    beyond: float = 0.0  # tokens that a draft brought beyond what its first step promised, lately
     tokens: float = 0.0
     seconds: float = 0.0
+    observations: int = 0  # how many were taken in
+    _promise: tuple[tuple[int, float], float] = ((-1, 0.0), 0.0)  # the last one that was computed
     news: list[News] | None = None  # what was learned since the last save; None: nothing is saved
 
     def chances(self, drift: float = 0.0, look_drift: float = 0.0) -> Chances:
@@ -118,9 +121,20 @@ class Insight:
             looked = tuple([shifted(share, look_drift) for share in looked])
         return Chances(first, other, looked, tuple(self.shifts))
 
+    @property
+    def covered(self) -> float:
+        """The probability that the target's token is among the candidates."""
+        return self.cover.true[0] / self.cover.seen[0]
+
     def promise(self, price: float) -> float:
         """Return the candidates' expected tokens beyond the price of their rows, as a share of those at a price of
         0."""
+        at = self.observations, round(price, 2)
+        if self._promise[0] != at:
+            self._promise = at, self._promised(price)
+        return self._promise[1]
+
+    def _promised(self, price: float) -> float:
         found = free = 0.0
         for tally in (self.first, self.other):
             for true, seen in zip(tally.true, tally.seen, strict=True):
@@ -142,6 +156,8 @@ class Insight:
         "shift": how much more often it was right than expected. "pace": the seconds of a round that emitted `at`
         tokens.
         """
+        if of != "pace":
+            self.observations += 1
         match of:
             case "shift":
                 self.shifts[at] = min(max(self.shifts[at] + LEARNING_PACE * value, -MOST_SHIFT), MOST_SHIFT)

@@ -94,6 +94,11 @@ def pays_alone(offer: LaneOffer) -> bool:
     return _best_group([offer], offer.first_rate, 0) > 0
 
 
+def profit_price(offer: LaneOffer) -> float:
+    """Return the price in tokens of a lone session's first step."""
+    return offer.first_rate * _seconds(offer, offer.uncomputed, offer.uncomputed, 0)
+
+
 def _best_group(ranked: list[LaneOffer], rate: float, others: int) -> int:
     """Return how many of the best sessions should draft: the number with the highest profit for all."""
     best, most = 0, 0.0

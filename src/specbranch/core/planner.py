@@ -15,7 +15,7 @@ from itertools import pairwise, takewhile
 from specbranch.core.experience import Experience
 from specbranch.core.goodput import Way
 from specbranch.core.lookup import Ngrams
-from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, pays_alone, step_prices
+from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, pays_alone, profit_price, step_prices
 from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, likeliest_nodes
 from specbranch.core.slots import ROOT
@@ -39,6 +39,9 @@ SPARED = 0.7
 # with this share of what launching ahead would save: drafting during a verify rules that out.
 AT_FIRST = 0.5
 LOOKED = 15  # tokens that lookup proposes behind a match, at most
+BEYOND_PACE = 0.05  # weight of a round in what drafts bring beyond what their first step promises
+BEYOND_KEPT = 0.99  # of that, after a round without a draft
+MOST_BEYOND = 4.0  # tokens: a round counts at most that much
 LOOKED_PACE = 0.05  # weight of a round in the mean number of tokens that lookup brings
 MODELLED_CHAIN = 6  # tokens of the longest chain by which the goodput of drafting in a batch is expected
 SURE = 4  # candidates: computing a node was useful if the target's token is among this many; few others are verified
@@ -104,8 +107,11 @@ class Planner:
         self._rate = 0.0  # tokens a second of this session
         self._last_rows = 0  # rows of the last verify, those of all sessions
         self._drift = self._look_drift = 0.0
+        self._promised: float | None = None  # tokens beyond its price that the first draft step of this round promised
+        self._accepted = 0  # drafted tokens that the target accepted in this round
         self._chances = self.insight.chances()
-        self._growth = Growth((1.0,), self._chances)
+        self._row = 0.0  # price of one more row to verify, in tokens
+        self._made_growth: Growth | None = None
 
     @property
     def _can_draft(self) -> bool:
@@ -129,7 +135,15 @@ class Planner:
         return "plain" if batch_size == 1 and tree == NO_TREE and self._nothing_pays(uncomputed) else "planned"
 
     def record_round(self, batch_size: int, way: Way, tokens: int, seconds: float) -> None:
-        """Learn the goodput of a round in a batch."""
+        """Learn from a whole round: its goodput in a batch; of a lone session, what drafting brought."""
+        if self._promised is not None:
+            plain = self._target_seconds(1) + self.costs.gap("plain")
+            brought = self._accepted - self._rate * (seconds - plain)
+            brought = min(max(brought, -MOST_BEYOND), MOST_BEYOND)
+            self.insight.beyond += BEYOND_PACE * (brought - self._promised - self.insight.beyond)
+        elif batch_size == 1:
+            self.insight.beyond *= BEYOND_KEPT
+        self._promised, self._accepted = None, 0
         if batch_size > 1 and not self.costs.prices_all:
             expected = partial(self._expected_rates, batch_size)
             self.experience.goodput.record(batch_size, way, tokens, seconds / self.costs.factor, expected)
@@ -150,6 +164,11 @@ class Planner:
             seconds += costs.target_seconds(batch_size * (1 + length)) + costs.host_of_drafting(batch_size)
             found = max(found, (1.0 - right ** (length + 1)) / (1.0 - right) / seconds)
         return {"plain": costs.factor / max(plain, 1e-12), "planned": costs.factor * found}
+
+    def drafts_first(self, context: int) -> bool:
+        """True if a lone session is likely to draft behind its prompt; so the draft prefills the prompt at once."""
+        self.begin(context)
+        return not self._knows_draft or pays_alone(self._first_offer(1.0, 1))
 
     def _nothing_pays(self, uncomputed: int) -> bool:
         """True if a plan of a lone session would neither draft nor verify looked-up tokens."""
@@ -178,16 +197,24 @@ class Planner:
         self._slowdown = shared / max(alone, 1e-12) if costs.knows_target else 1.0
         # The rate is learned as that of a lone session (`record_forwards`), and scaled to this batch.
         self._rate = self.insight.rate(shared / self._slowdown) / self._slowdown
-        self._growth = Growth(
-            self._step_prices(),
-            self._chances,
-            worth=self.insight.cover.shares()[0],  # probability that the target's token is among the candidates
-            children=self._breadth.candidates,
-            least=self._breadth.least,
-            rows=self._most_rows - 1,
-            row_price=self._row_price(),
-            lanes=self._breadth.lanes,
-        )
+        self._row = self._row_price()
+        self._made_growth = None
+
+    @property
+    def _growth(self) -> Growth:
+        """The bounds and prices of this round's drafts; made when they are first needed."""
+        if self._made_growth is None:
+            self._made_growth = Growth(
+                self._step_prices(),
+                self._chances,
+                worth=self.insight.covered,
+                children=self._breadth.candidates,
+                least=self._breadth.least,
+                rows=self._most_rows - 1,
+                row_price=self._row,
+                lanes=self._breadth.lanes,
+            )
+        return self._made_growth
 
     def _row_price(self) -> float:
         """Return the price in tokens of one more row to verify: the mean over the rows that a forward may have.
@@ -211,7 +238,7 @@ class Planner:
         if not tokens:
             return tree
         growing = GrowingTree(tree)
-        growing.graft(tokens, words, self._growth.chances)
+        growing.graft(tokens, words, self._chances)
         return growing.tree()
 
     def launches_lookup(self, tree: Tree, to_verify: list[int]) -> bool:
@@ -263,10 +290,12 @@ class Planner:
 
         `gain`: the probability that lookup has not found the target's token already.
         """
-        growth, plain_rate = self._growth, 1.0 / self._target_seconds(self._batch_size)
+        plain_rate = 1.0 / self._target_seconds(self._batch_size)
         first_rate = FIRST * self._rate + (1.0 - FIRST) * plain_rate
         # Candidates count by what they bring beyond the price of their rows.
-        gain *= growth.worth * self.insight.promise(growth.row_price)
+        gain *= self.insight.covered * self.insight.promise(self._row)
+        if self._batch_size == 1:
+            gain = max(gain + self.insight.beyond, 0.0)
         return self._lane_offer([gain], max(uncomputed, 1), first_rate)
 
     def _lane_offer(self, gains: list[float], uncomputed: int, first_rate: float) -> LaneOffer:
@@ -287,11 +316,18 @@ class Planner:
         if not costs.knows_draft:
             return replace(growth, step=(0.0,), most=2)  # a price of 0 forces two steps, so that they are timed
         if grant.may:
+            self._note_draft(tree, uncomputed)
             self.experience.reset_probe_credit()
             return replace(growth, step=grant.steps) if grant.steps else growth
         if not tree.root_scored and self.experience.pay_probe(self._probe_seconds(uncomputed)):
             return replace(growth, step=(0.0,), most=0)  # a probe: candidates after the committed text, no further step
         return None
+
+    def _note_draft(self, tree: Tree, uncomputed: int) -> None:
+        """Note what the first step of a lone session promises, to compare it with what the round brings."""
+        if self._batch_size == 1 and not tree.root_scored:
+            offer = self._first_offer(self._gains(tree, self._growth)[0], uncomputed)
+            self._promised = offer.gains[0] - profit_price(offer) - self.insight.beyond
 
     def _probe_seconds(self, uncomputed: int) -> float:
         """Return the seconds of asking the draft once.
@@ -379,11 +415,17 @@ class Planner:
             self._unanswered = 0 if answered else self._unanswered + 1
         self.experience.record_forwards(orders, reports, emitted, waited, self._slowdown, self._batch_size)
 
+    def accept(self, tree: Tree, path: list[int]) -> None:
+        """Note which tokens the target has accepted in this round."""
+        self._accepted = sum(not tree.nodes[n].look for n in path)
+
     def record_verdict(self, tree: Tree, path: list[int], token: int) -> None:
         """Learn how good candidates are: the target accepted the nodes of `path`, then chose `token`."""
         if not self._learns:
             return
         self._record_looked(tree, path)
+        if not len(tree):
+            return
         truth = [*(tree.nodes[n].token for n in path), token]
         for parent, true_token in zip((ROOT, *path), truth, strict=True):
             children = [tree.nodes[n] for n in tree.children(parent)]

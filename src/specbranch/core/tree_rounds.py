@@ -23,8 +23,9 @@ TreeRound = Generator[Any, Any, Tree]  # yields Orders and Offers, is sent Repor
 
 def decode_tree(session: Session, planner: Planner) -> MethodRounds:
     """Decode a request by draft trees; both models work at once where that pays."""
-    # In a batch, prefill of the draft waits for its first order: none may ever come.
-    yield from prefill(session, planner.experience.has_draft and session.batch_size == 1)
+    # Prefill of the draft waits for its first order if none is likely: in a batch, or where drafting does not pay.
+    drafts_first = session.batch_size == 1 and planner.drafts_first(len(session.tokens))
+    yield from prefill(session, planner.experience.has_draft and drafts_first)
     deferred = Deferred()
     try:
         yield from _decode(session, planner, deferred)
@@ -138,6 +139,7 @@ def _absorb(
     ended_on_path = taken <= len(path)  # the request ended before the bonus token
     last_token = tree.nodes[path[taken - 1]].token if ended_on_path else verdict.token
     session.stats.end_round()
+    planner.accept(tree, path)
     deferred.add(session.stats.judge_tree, tree, verified, path, bonus, taken)
     deferred.add(planner.record_verdict, tree, path[: taken - 1], last_token)
     planner.record_forwards(orders, reports, taken, session.take_waited())
