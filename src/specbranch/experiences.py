@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.costs import TIMES_KEPT, Costs, Curve, MeasuredCosts, Recent, RunKind
-from specbranch.core.experience import EXPERIENCE_TOKENS, MOST_SHIFT, Experience, Insight, News, Tally
+from specbranch.core.experience import MOST_SHIFT, Experience, Insight, News, Tally
 from specbranch.files import replacing
 
 log = logging.getLogger("specbranch")
@@ -206,8 +206,7 @@ class Kept:
         for name, learned in news.insights.items():
             insight = self.insights.setdefault(name, Insight())
             for of, at, value in learned:
-                if of != "pace" or (_is_in(value, 0.0, HOUR) and 0 <= at <= EXPERIENCE_TOKENS // 2):
-                    insight.take(of, at, value)
+                insight.take(of, at, value)
 
 
 class ExperienceFile:
@@ -296,13 +295,11 @@ def _curves(costs: MeasuredCosts) -> list[tuple[str, Curve]]:
 
 def _insight_to_dict(insight: Insight) -> dict[str, Any]:
     tallies = {name: [getattr(insight, name).seen, getattr(insight, name).true] for name in TALLIES}
-    return {**tallies, "shifts": insight.shifts, "tokens": insight.tokens, "seconds": insight.seconds}
+    return {**tallies, "shifts": insight.shifts}
 
 
 def _insight(saved: Mapping[str, Any]) -> Insight:
-    tokens = _number(saved["tokens"], 0.0, EXPERIENCE_TOKENS)
-    seconds = _number(saved["seconds"], 0.0, EXPERIENCE_TOKENS * HOUR)
-    insight = Insight(tokens=tokens, seconds=seconds)
+    insight = Insight()
     for name in TALLIES:
         tally: Tally = getattr(insight, name)
         seen, true = ([_number(x, 0.0, tally.most) for x in column] for column in saved[name])

@@ -52,8 +52,8 @@ USUAL_LOOK = (
 USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.5), (0.8, 1.8), (1.2, 2.0), (1.5, 2.4), (1.7, 2.8), (1.8, 2.9))
 LEARNING_PACE = 0.06  # step size of learning these shifts
 MOST_SHIFT = 30.0  # log-odds: a larger shift adds no certainty, and its exponential may overflow
-LATELY = 100.0  # tokens over which the decoding rate is measured
-EXPERIENCE_TOKENS = 1 << 16  # most tokens that a saved rate may count
+LATELY = 50.0  # tokens over which the rate of a request is measured
+AT_FIRST_TOKENS = 15.0  # that the initial estimate of the rate counts as
 PROBING = 0.01  # share of the seconds that may go to probes: asking a draft that does not pay
 IN_BATCH = 0.5  # factor on PROBING in a batch: a draft gains less there
 
@@ -86,7 +86,7 @@ class Tally:
         return tuple(true / seen for true, seen in zip(self.true, self.seen, strict=True))
 
 
-Learned = Literal["first", "other", "cover", "hits", "looked", "shift", "pace"]
+Learned = Literal["first", "other", "cover", "hits", "looked", "shift"]
 News = tuple[Learned, int, float]  # an observation: what it is of, its class, and its outcome
 
 
@@ -106,8 +106,6 @@ class Insight:
     )
     looked_tokens: float = 0.3  # of lookup in a round, lately
     beyond: float = 0.0  # tokens that a draft brought beyond what its first step promised, lately
-    tokens: float = 0.0
-    seconds: float = 0.0
     observations: int = 0  # how many were taken in
     _promise: tuple[tuple[int, float], float] = ((-1, 0.0), 0.0)  # the last one that was computed
     news: list[News] | None = None  # what was learned since the last save; None: nothing is saved
@@ -153,33 +151,37 @@ class Insight:
     def take(self, of: Learned, at: int, value: float) -> None:
         """Learn an observation: whether a candidate of class `at` was right.
 
-        "shift": how much more often it was right than expected. "pace": the seconds of a round that emitted `at`
-        tokens.
+        "shift": how much more often it was right than expected.
         """
-        if of != "pace":
-            self.observations += 1
+        self.observations += 1
         match of:
             case "shift":
                 self.shifts[at] = min(max(self.shifts[at] + LEARNING_PACE * value, -MOST_SHIFT), MOST_SHIFT)
-            case "pace":
-                self._record_pace(at, value)
             case _:
                 tally: Tally = getattr(self, of)
                 tally.add(at, bool(value))
 
-    def _record_pace(self, tokens: int, seconds: float) -> None:
-        if self.tokens > LATELY:
-            self.tokens, self.seconds = 0.5 * self.tokens, 0.5 * self.seconds
-        self.tokens += tokens
-        self.seconds += seconds
+
+class Pace:
+    """Tokens a second of one request, lately."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Take in a run of the executor."""
+        if self._tokens > LATELY:
+            self._tokens, self._seconds = 0.5 * self._tokens, 0.5 * self._seconds
+        self._tokens += tokens
+        self._seconds += seconds
 
     def rate(self, plain: float) -> float:
         """Return tokens a second, at least the rate of plain decoding, which takes `plain` seconds for one token.
 
         The initial estimate is half as many tokens again as plain decoding.
         """
-        few = 15.0
-        return max((few * 1.5 + self.tokens) / max(few * plain + self.seconds, 1e-12), 1.0 / max(plain, 1e-12))
+        found = (AT_FIRST_TOKENS * 1.5 + self._tokens) / max(AT_FIRST_TOKENS * plain + self._seconds, 1e-12)
+        return max(found, 1.0 / max(plain, 1e-12))
 
 
 class Experience:
@@ -209,19 +211,10 @@ class Experience:
         """Reset the probe credit: the draft is asked anyway."""
         self._credit = 0.0
 
-    def record_forwards(
-        self,
-        orders: Orders,
-        reports: Reports,
-        emitted: int,
-        waited: float = 0.0,
-        slowed: float = 1.0,
-        batch_size: int = 1,
-    ) -> None:
-        """Learn the rate of one session from a run of the executor; the `Loop` learns the costs.
+    def record_forwards(self, orders: Orders, reports: Reports, waited: float = 0.0, batch_size: int = 1) -> float:
+        """Return the seconds of a run of the executor for one session; the `Loop` learns the costs.
 
-        `waited`: seconds of rounds that ran without this session. `slowed`: how much longer a plain round takes in this
-        batch than alone.
+        `waited`: seconds of rounds that ran without this session.
         """
         spans = [span for span in (reports.drafting, reports.verifying) if span is not None]
         seconds = max(span.end for span in spans) - min(span.start for span in spans) if spans else 0.0
@@ -229,4 +222,4 @@ class Experience:
             seconds += self.costs.host
         seconds += waited
         self._credit += PROBING * (IN_BATCH if batch_size > 1 else 1.0) * seconds / batch_size
-        self.insight.learn("pace", emitted, seconds / slowed)
+        return seconds

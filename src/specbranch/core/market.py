@@ -109,7 +109,7 @@ def _best_group(ranked: list[LaneOffer], rate: float, others: int) -> int:
         for count, offer in enumerate(ranked, start=1):
             gain += sum(offer.gains[:width])
             nodes = min(width, len(offer.gains))
-            rows += min(offer.uncomputed, offer.uncomputed if alone else USUAL) or nodes
+            rows += min(offer.uncomputed, USUAL) or nodes
             whole += offer.uncomputed or nodes
             profit = gain - rate * _seconds(offer, rows, whole, others)
             if profit > most:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, takewhile
 
-from specbranch.core.experience import Experience
+from specbranch.core.experience import Experience, Pace
 from specbranch.core.goodput import Way
 from specbranch.core.lookup import Ngrams
 from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, pays_alone, profit_price, step_prices
@@ -106,6 +106,7 @@ class Planner:
         self._seconds: dict[int, float] = {}  # of a target forward by its rows, since this round began
         self._rate = 0.0  # tokens a second of this session
         self._last_rows = 0  # rows of the last verify, those of all sessions
+        self._pace = Pace()
         self._drift = self._look_drift = 0.0
         self._promised: float | None = None  # tokens beyond its price that the first draft step of this round promised
         self._accepted = 0  # drafted tokens that the target accepted in this round
@@ -196,7 +197,7 @@ class Planner:
         shared, alone = (self._target_seconds(rows) + costs.host for rows in (batch_size, 1))
         self._slowdown = shared / max(alone, 1e-12) if costs.knows_target else 1.0
         # The rate is learned as that of a lone session (`record_forwards`), and scaled to this batch.
-        self._rate = self.insight.rate(shared / self._slowdown) / self._slowdown
+        self._rate = self._pace.rate(shared / self._slowdown) / self._slowdown
         self._row = self._row_price()
         self._made_growth = None
 
@@ -413,7 +414,8 @@ class Planner:
         if orders.draft is not None and not reports.draft_lost:  # a lost draft comes back
             answered = reports.tree is not None and reports.tree.root_scored
             self._unanswered = 0 if answered else self._unanswered + 1
-        self.experience.record_forwards(orders, reports, emitted, waited, self._slowdown, self._batch_size)
+        seconds = self.experience.record_forwards(orders, reports, waited, self._batch_size)
+        self._pace.add(emitted, seconds / self._slowdown)
 
     def accept(self, tree: Tree, path: list[int]) -> None:
         """Note which tokens the target has accepted in this round."""
