@@ -20,7 +20,7 @@ SLOPE = 0.05  # share of the seconds of one row that each further row of a targe
 LANE = 0.05  # the same for each further row of a draft step
 MOST_RATIO = 1.5  # a round counts as at most this many times as slow, or as fast, as expected
 FACTOR_PACE = 0.15  # part of a round's ratio, in logarithms, that the machine's common factor takes over
-POINT_PACE = 0.02  # the same for the timed point of that size
+POINT_PACE = 0.03  # the same for the timed point of that size
 MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
 Model = Literal["target", "draft"]
 # Kinds of runs: "draft" and the "verify" behind it are one round; "plain" and "lookup" verify without a draft.

@@ -6,10 +6,10 @@ what a round takes; it leaves nothing behind but the times.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from itertools import product, zip_longest
-from statistics import median
 
 from specbranch.config import SamplingParams
 from specbranch.core.costs import MeasuredCosts
@@ -27,7 +27,7 @@ REHEARSAL_PROMPT = tuple(range(1, 66))  # as long as the most rows, because its 
 REHEARSED_ROWS = (1, 16, 4, 8, 2, 32, 64)  # the most informative first: time may run out
 REHEARSED_WIDTHS = (1, 8, 4, 2)
 REHEARSED_LENGTHS = (2, 6)  # steps of a draft: two lengths, to separate the steps from the setup
-REHEARSAL_TURNS = 3  # repetitions; their median counts
+REHEARSAL_TURNS = 5  # repetitions; the shortest time counts
 LEAST_STEP = 0.25  # share of a step in its part of a draft's seconds, at least: noise may show less
 WARM_UP_SECONDS = 60.0  # that a draft in another process has for its first round, beyond the round's own wait
 LOOK_EVERY = 0.05  # seconds
@@ -125,14 +125,20 @@ class RehearsedTimes:
             by_steps.setdefault(len(steps), []).append(report.drafting.seconds)
 
     def give(self, costs: MeasuredCosts) -> None:
-        """Set the medians: of forwards by rows, and of draft steps by width. What steps do not explain is setup."""
-        for rows, times in self._targets.items():
-            costs.target.set(rows, median(times))
-        setups = []
-        for width, by_steps in self._drafts.items():
-            (few, shorter), (many, longer) = ((n, median(by_steps[n])) for n in (min(by_steps), max(by_steps)))
+        """Set what was timed: forwards by rows, and draft steps by width. What steps do not explain is setup.
+
+        Of several times the shortest counts: others are longer because something else ran. For the same reason more
+        rows never take less time.
+        """
+        least = math.inf
+        for rows, times in sorted(self._targets.items(), reverse=True):
+            least = min(least, *times)
+            costs.target.set(rows, least)
+        setups, least = list[float](), math.inf
+        for width, by_steps in sorted(self._drafts.items(), reverse=True):
+            (few, shorter), (many, longer) = ((n, min(by_steps[n])) for n in (min(by_steps), max(by_steps)))
             step = (longer - shorter) / (many - few) if many > few else longer / many
-            step = max(step, LEAST_STEP * longer / many)
-            costs.step.set(width, step)
-            setups.append(max(shorter - few * step, 0.0))
-        costs.setup = median(setups) if setups else 0.0
+            least = min(least, max(step, LEAST_STEP * longer / many))
+            costs.step.set(width, least)
+            setups.append(max(shorter - few * least, 0.0))
+        costs.setup = min(setups, default=0.0)
