@@ -94,6 +94,11 @@ class CostProfile:
         return 1.0
 
     @property
+    def plain_due(self) -> bool:
+        """False: a profile knows what a plain round takes."""
+        return False
+
+    @property
     def launches_ahead(self) -> bool:
         """True if the profile knows what launching the next round ahead saves."""
         return self.asking > 0.0

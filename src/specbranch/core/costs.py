@@ -19,6 +19,11 @@ TIMES_KEPT = 15  # latest values that a median is taken of
 SLOPE = 0.05  # share of the seconds of one row that each further row of a target forward adds, until more is timed
 LANE = 0.05  # the same for each further row of a draft step
 MOST_RATIO = 1.5  # a round counts as at most this many times as slow, or as fast, as expected
+SETTLED = 6  # rounds of a size after which its estimate is settled; before that …
+WRONG_RATIO = 2.5  # … a round that is so many times as slow, or as fast, means that the time at load was wrong:
+MOST_EARLY_RATIO, EARLY_PACE = 8.0, 0.7  # it counts up to this ratio, and this part of it is taken over
+PLAIN_ROUNDS = 3  # plain rounds that are timed first
+PLAIN_EVERY = 256  # rounds after which a plain round is timed again
 FACTOR_PACE = 0.15  # part of a round's ratio, in logarithms, that the machine's common factor takes over
 POINT_PACE = 0.03  # the same for the timed point of that size
 MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
@@ -55,6 +60,11 @@ class Costs(Protocol):
     @property
     def factor(self) -> float:
         """How slow the machine is now, by its speed when costs were measured."""
+        ...
+
+    @property
+    def plain_due(self) -> bool:
+        """True if a plain round should be timed again."""
         ...
 
     @property
@@ -133,6 +143,7 @@ class Curve:
         self.points: dict[int, float] = {}
         self._slope = slope
         self._sorted: CostPoints = []
+        self.seen: dict[int, int] = {}  # rounds of each size since the load
         self._first: dict[int, float] = {}  # what the first forward of a size took, if it was not timed at load
 
     def set(self, rows: int, seconds: float) -> None:
@@ -161,9 +172,19 @@ class Curve:
             self._first[rows] = seconds
         return True
 
-    def correct(self, rows: int, ratio: float) -> None:
-        """Correct the estimate at so many rows by a small part of a measured ratio."""
-        self.set(rows, self.seconds(rows) * ratio**POINT_PACE)
+    def correct(self, rows: int, ratio: float) -> bool:
+        """Correct the estimate at so many rows by a measured ratio; returns False if the ratio says nothing else.
+
+        The very first round of a size may include a setup. If the machine was busy at load, the estimate may be far
+        off; the first rounds of a size then correct it at once.
+        """
+        count = self.seen[rows] = self.seen.get(rows, 0) + 1
+        if count == 1:
+            return False
+        wrong = count <= SETTLED and not 1.0 / WRONG_RATIO < ratio < WRONG_RATIO
+        most, pace = (MOST_EARLY_RATIO, EARLY_PACE) if wrong else (MOST_RATIO, POINT_PACE)
+        self.set(rows, self.seconds(rows) * min(max(ratio, 1.0 / most), most) ** pace)
+        return not wrong
 
 
 class MeasuredCosts:
@@ -185,6 +206,7 @@ class MeasuredCosts:
         self.hosts: dict[tuple[RunKind, int], Recent] = {}  # by the power of two of the sessions, too
         self.slow_downs: dict[Model, Recent] = {model: Recent() for model in get_args(Model)}
         self._ended: float | None = None
+        self._since_plain = 0  # rounds
         self._drafted_before = False  # the run before this one only drafted
 
     @property
@@ -288,10 +310,9 @@ class MeasuredCosts:
         if overlaps and self.knows_draft:
             self.slow_downs["draft"].add((seconds - expected) / len(steps))
         elif not self.step.meet(_mean(steps), (seconds / self.factor - self.setup) / len(steps)):
-            ratio = self._clipped(seconds / expected)
-            for width in set(steps):
-                self.step.correct(width, ratio)
-            self.factor *= ratio**FACTOR_PACE
+            ratio = seconds / max(expected, 1e-12)
+            settled = [self.step.correct(width, ratio) for width in set(steps)]
+            self._follow(ratio, all(settled))
 
     def _verified(self, span: Span, steps: int) -> None:
         """Learn from the target's part of a round; `steps`: draft steps at the same time."""
@@ -300,13 +321,19 @@ class MeasuredCosts:
             if self.knows_target:
                 self.slow_downs["target"].add((span.seconds - self.target_seconds(span.tokens)) / steps)
         elif not self.target.meet(rows, span.seconds / self.factor):
-            ratio = self._clipped(span.seconds / self.target_seconds(span.tokens))
-            self.target.correct(rows, ratio)
-            self.factor *= ratio**FACTOR_PACE
+            ratio = span.seconds / max(self.target_seconds(span.tokens), 1e-12)
+            self._follow(ratio, self.target.correct(rows, ratio))
+            self._since_plain = 0 if span.tokens == 1 else self._since_plain + 1
 
-    @staticmethod
-    def _clipped(ratio: float) -> float:
-        return min(max(ratio, 1.0 / MOST_RATIO), MOST_RATIO)
+    def _follow(self, ratio: float, settled: bool) -> None:
+        """Have the machine's factor follow a round of sizes whose times are settled."""
+        if settled:
+            self.factor *= min(max(ratio, 1.0 / MOST_RATIO), MOST_RATIO) ** FACTOR_PACE
+
+    @property
+    def plain_due(self) -> bool:
+        """True if a plain round should be timed again: all prices are compared with it."""
+        return self.target.seen.get(self._rows(1), 0) < PLAIN_ROUNDS or self._since_plain >= PLAIN_EVERY
 
     def _between(self, spans: list[Span], kind: RunKind, sessions: int) -> None:
         """Learn the host's part of a run."""

@@ -176,6 +176,8 @@ class Planner:
         costs = self.costs
         if not costs.knows_target or (self._can_draft and not costs.knows_draft):
             return False
+        if costs.plain_due:
+            return True
         words, tokens = self._ngrams.find(LOOKED) if self._ngrams else (0, ())
         chance = self._chances.looked[look_class(match_class(words), NOT_SCORED)] if tokens else 0.0
         if chance > self._rate * (self._target_seconds(2) - self._target_seconds(1)):

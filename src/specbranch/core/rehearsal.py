@@ -28,7 +28,7 @@ REHEARSED_ROWS = (1, 16, 4, 8, 2, 32, 64)  # the most informative first: time ma
 REHEARSED_WIDTHS = (1, 8, 4, 2)
 REHEARSED_LENGTHS = (2, 6)  # steps of a draft: two lengths, to separate the steps from the setup
 REHEARSAL_TURNS = 5  # repetitions; the shortest time counts
-LEAST_STEP = 0.25  # share of a step in its part of a draft's seconds, at least: noise may show less
+LEAST_STEP = 0.6  # share of a step in its part of a draft's seconds, at least: noise may show less
 WARM_UP_SECONDS = 60.0  # that a draft in another process has for its first round, beyond the round's own wait
 LOOK_EVERY = 0.05  # seconds
 
