@@ -19,13 +19,11 @@ TIMES_KEPT = 15  # latest values that a median is taken of
 SLOPE = 0.05  # share of the seconds of one row that each further row of a target forward adds, until more is timed
 LANE = 0.05  # the same for each further row of a draft step
 MOST_RATIO = 1.5  # a round counts as at most this many times as slow, or as fast, as expected
-SETTLED = 6  # rounds of a size after which its estimate is settled; before that …
-WRONG_RATIO = 2.5  # … a round that is so many times as slow, or as fast, means that the time at load was wrong:
-MOST_EARLY_RATIO, EARLY_PACE = 8.0, 0.7  # it counts up to this ratio, and this part of it is taken over
-PLAIN_ROUNDS = 3  # plain rounds that are timed first
+LATEST = 15  # rounds of a size whose median counts, the time at load among them
+BELIEVED = 2  # of these, from which on their median replaces the time at load
+PLAIN_ROUNDS = 4  # plain rounds that are timed first
 PLAIN_EVERY = 256  # rounds after which a plain round is timed again
-FACTOR_PACE = 0.15  # part of a round's ratio, in logarithms, that the machine's common factor takes over
-POINT_PACE = 0.03  # the same for the timed point of that size
+FACTOR_PACE = 0.3  # part of a round's ratio, in logarithms, that the machine's common factor takes over
 MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
 Model = Literal["target", "draft"]
 # Kinds of runs: "draft" and the "verify" behind it are one round; "plain" and "lookup" verify without a draft.
@@ -143,7 +141,7 @@ class Curve:
         self.points: dict[int, float] = {}
         self._slope = slope
         self._sorted: CostPoints = []
-        self.seen: dict[int, int] = {}  # rounds of each size since the load
+        self._latest: dict[int, deque[float]] = {}  # seconds of each size
         self._first: dict[int, float] = {}  # what the first forward of a size took, if it was not timed at load
 
     def set(self, rows: int, seconds: float) -> None:
@@ -172,19 +170,19 @@ class Curve:
             self._first[rows] = seconds
         return True
 
-    def correct(self, rows: int, ratio: float) -> bool:
-        """Correct the estimate at so many rows by a measured ratio; returns False if the ratio says nothing else.
+    def correct(self, rows: int, seconds: float) -> None:
+        """Take in the seconds of a round, on a machine as fast as at load. The very first of a size may include a
+        setup, and is dropped; then the median of the latest counts, the time at load among them."""
+        if rows not in self._latest:
+            self._latest[rows] = deque([self.seconds(rows)], maxlen=LATEST)
+            return
+        self._latest[rows].append(seconds)
+        if len(self._latest[rows]) > BELIEVED:
+            self.set(rows, median(self._latest[rows]))
 
-        The very first round of a size may include a setup. If the machine was busy at load, the estimate may be far
-        off; the first rounds of a size then correct it at once.
-        """
-        count = self.seen[rows] = self.seen.get(rows, 0) + 1
-        if count == 1:
-            return False
-        wrong = count <= SETTLED and not 1.0 / WRONG_RATIO < ratio < WRONG_RATIO
-        most, pace = (MOST_EARLY_RATIO, EARLY_PACE) if wrong else (MOST_RATIO, POINT_PACE)
-        self.set(rows, self.seconds(rows) * min(max(ratio, 1.0 / most), most) ** pace)
-        return not wrong
+    def seen(self, rows: int) -> int:
+        """Return how many rounds of a size have come since the load, up to a limit."""
+        return len(self._latest.get(rows, ()))
 
 
 class MeasuredCosts:
@@ -311,8 +309,9 @@ class MeasuredCosts:
             self.slow_downs["draft"].add((seconds - expected) / len(steps))
         elif not self.step.meet(_mean(steps), (seconds / self.factor - self.setup) / len(steps)):
             ratio = seconds / max(expected, 1e-12)
-            settled = [self.step.correct(width, ratio) for width in set(steps)]
-            self._follow(ratio, all(settled))
+            for width in set(steps):
+                self.step.correct(width, self.step.seconds(width) * ratio)
+            self._follow(ratio)
 
     def _verified(self, span: Span, steps: int) -> None:
         """Learn from the target's part of a round; `steps`: draft steps at the same time."""
@@ -321,19 +320,19 @@ class MeasuredCosts:
             if self.knows_target:
                 self.slow_downs["target"].add((span.seconds - self.target_seconds(span.tokens)) / steps)
         elif not self.target.meet(rows, span.seconds / self.factor):
-            ratio = span.seconds / max(self.target_seconds(span.tokens), 1e-12)
-            self._follow(ratio, self.target.correct(rows, ratio))
+            expected = self.target_seconds(span.tokens)
+            self.target.correct(rows, span.seconds / self.factor)
+            self._follow(span.seconds / max(expected, 1e-12))
             self._since_plain = 0 if span.tokens == 1 else self._since_plain + 1
 
-    def _follow(self, ratio: float, settled: bool) -> None:
-        """Have the machine's factor follow a round of sizes whose times are settled."""
-        if settled:
-            self.factor *= min(max(ratio, 1.0 / MOST_RATIO), MOST_RATIO) ** FACTOR_PACE
+    def _follow(self, ratio: float) -> None:
+        """Have the machine's factor follow a round."""
+        self.factor *= min(max(ratio, 1.0 / MOST_RATIO), MOST_RATIO) ** FACTOR_PACE
 
     @property
     def plain_due(self) -> bool:
         """True if a plain round should be timed again: all prices are compared with it."""
-        return self.target.seen.get(self._rows(1), 0) < PLAIN_ROUNDS or self._since_plain >= PLAIN_EVERY
+        return self.target.seen(self._rows(1)) < PLAIN_ROUNDS or self._since_plain >= PLAIN_EVERY
 
     def _between(self, spans: list[Span], kind: RunKind, sessions: int) -> None:
         """Learn the host's part of a run."""
