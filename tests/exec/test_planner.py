@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -119,12 +119,18 @@ def repeating(count: int, period: int = 9, start: int = 50) -> list[int]:
 
 
 def play(
-    script: Scripted, config: SpeculativeConfig, profile: CostProfile, experience: Experience | None = None
+    script: Scripted,
+    config: SpeculativeConfig,
+    profile: CostProfile,
+    experience: Experience | None = None,
+    arms: list[str] | None = None,
 ) -> Session:
-    """Decode the text, and check that it is the text."""
+    """Decode the text, and check that it is the text; `arms` gets the arm of each token."""
     record = script.record
     session = Session(0, PROMPT, record.task.request, len(record.text))
     experience = experience or Experience(profile)
+    if arms is not None:
+        session.on_round = partial(note_arm, arms)
     loop = Loop(script.executor(profile), costs=experience.learned)
     loop.join(session, METHODS[str(config.method)].start(session, config, experience))
     run_out(loop)
@@ -133,18 +139,12 @@ def play(
     return session
 
 
+def note_arm(arms: list[str], orders: Orders, reports: Reports, added: int) -> None:
+    arms += [orders.planned.name if orders.planned else "prefill"] * added
+
+
 def speedup(script: Scripted, profile: CostProfile, session: Session) -> float:
     return play(script, PLAINLY, profile).stats.decode_seconds / session.stats.decode_seconds
-
-
-def kinds_between(session: Session, start: int, stop: int) -> dict[str, int]:
-    """Tokens by kind of round in a part of the answer."""
-    counts: dict[str, int] = {}
-    for (at, kind), (end, _) in zip(
-        session.stats.choices, [*session.stats.choices[1:], (session.stats.emitted, "")], strict=True
-    ):
-        counts[kind] = counts.get(kind, 0) + max(min(end, stop) - max(at, start), 0)
-    return counts
 
 
 KNOWLEDGE: dict[str, Callable[[CostProfile], Experience]] = {
@@ -163,7 +163,7 @@ def test_where_speculation_cannot_pay_it_is_plain_decoding(hits: float, knowledg
         first, second, third = [speedup(script, HOPELESS, session) for session in sessions]
         # Many rows are sent once or twice before their cost is known; a draft is tried for 1 % of the time of all.
         assert first >= 0.85 and second >= 0.93 and third >= 0.97 and (second + third) / 2 >= 0.97, seed
-        assert sessions[-1].stats.by_method["plain"] >= 0.95 * 300
+        assert sessions[-1].stats.arms.tokens["plain"] >= 0.95 * 300
 
 
 @pytest.mark.parametrize("profile", tiered(shipped_profiles(), "h200-1b-8b".__eq__))
@@ -214,16 +214,16 @@ def test_text_that_repeats_is_looked_up() -> None:
     for seed in SEEDS:
         script = Scripted.of(repeating(300), 0.5, seed)
         session = play(script, replace(AUTO, without=("overlap",)), TEN)
-        assert session.stats.by_method["lookup"] >= 0.8 * 300
+        assert session.stats.arms.tokens["lookup"] >= 0.8 * 300
         assert speedup(script, TEN, session) > 4
 
 
 def test_without_a_draft_it_is_plain_decoding_or_lookup() -> None:
     for tokens in (fresh(200), repeating(200)):
         session = play(Scripted.of(tokens, 0.9, 5), AUTO, TEN, Experience(TEN, has_draft=False))
-        assert session.stats.by_method.keys() <= {"plain", "lookup"}
+        assert session.stats.arms.tokens.keys() <= {"plain", "lookup"}
         assert session.stats.draft_busy == 0
-    assert session.stats.by_method["lookup"] > 150
+    assert session.stats.arms.tokens["lookup"] > 150
 
 
 @pytest.mark.parametrize("knowledge", KNOWLEDGE)
@@ -237,8 +237,9 @@ def test_what_is_done_changes_where_a_code_block_begins_and_ends(knowledge: str)
     )
     script = prose + code + more
     config = replace(AUTO, without=("overlap",))
-    session = play(script, config, BY_TURNS, KNOWLEDGE[knowledge](BY_TURNS))
-    looked_up = [kinds_between(session, start, start + 150).get("lookup", 0) for start in (50, 250, 450)]
+    arms: list[str] = []
+    session = play(script, config, BY_TURNS, KNOWLEDGE[knowledge](BY_TURNS), arms)
+    looked_up = [arms[start : start + 150].count("lookup") for start in (50, 250, 450)]
     assert looked_up[0] < 15 and looked_up[1] >= 100 and looked_up[2] < 50, looked_up
     parts = [play(part, config, BY_TURNS).stats.decode_seconds for part in (prose, code, more)]
     assert session.stats.decode_seconds < 1.1 * sum(parts)
@@ -247,9 +248,10 @@ def test_what_is_done_changes_where_a_code_block_begins_and_ends(knowledge: str)
 def test_a_draft_that_becomes_useful_is_found_out() -> None:
     """Nothing repeats and nothing is drafted well, until the draft is always right; only a probe can tell."""
     script = Scripted.of(fresh(600), 0.02, 9, [NEVER]) + Scripted.of(fresh(800, 5000), 0.97, 10)
-    session = play(script, AUTO, BY_TURNS)
-    assert kinds_between(session, 150, 600)["plain"] > 350
-    assert kinds_between(session, 1000, 1400).get("plain", 0) < 180
+    arms: list[str] = []
+    play(script, AUTO, BY_TURNS, arms=arms)
+    assert arms[150:600].count("plain") > 350
+    assert arms[1000:1400].count("plain") < 180
 
 
 @pytest.mark.slow
@@ -299,7 +301,7 @@ def test_without_lookup_nothing_is_looked_up() -> None:
     for seed in SEEDS[:1]:
         script = Scripted.of(repeating(200), 0.3, seed)
         whole, rest = (play(script, replace(AUTO, without=without), TEN) for without in ((), ("lookup",)))
-        assert "lookup" not in rest.stats.by_method
+        assert "lookup" not in rest.stats.arms.tokens
         assert whole.stats.decode_seconds < 0.5 * rest.stats.decode_seconds
 
 
