@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -13,6 +15,7 @@ from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile, shipped_profiles
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import Part, SamplingParams, SpeculativeConfig
+from specbranch.core.arms import Arm
 from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Experience, Tally
 from specbranch.core.lookup import Ngrams
@@ -482,3 +485,47 @@ def test_a_tally_begins_with_the_usual_and_forgets_slowly() -> None:
     for _ in range(100):
         tally.add(0, False)
     assert tally.shares()[0] < 0.6
+
+
+def stated_truly(count: int, seed: int) -> Scripted:
+    """A draft that is right as often as it says; its other candidates are wrong."""
+    rng = random.Random(seed)
+    sure = [rng.uniform(0.2, 0.98) for _ in range(count)]
+    return Scripted(tuple(fresh(count)), tuple(sure), tuple(0 if rng.random() < said else NEVER for said in sure))
+
+
+def test_every_round_and_token_counts_for_one_arm() -> None:
+    script, experience = Scripted.of(fresh(150), 0.7, 4) + Scripted.of(repeating(100), 0.5, 4), Experience(TEN)
+    rounds = tokens = 0
+    for _ in range(2):
+        arms: list[str] = []
+        stats = play(script, AUTO, TEN, experience, arms).stats
+        counted = stats.arms.by_name.values()
+        assert sum(arm.rounds for arm in counted) == stats.target_forwards
+        assert stats.arms.tokens == Counter(arms[1:])
+        assert sum(arm.seconds for arm in counted) == pytest.approx(stats.decode_seconds)
+        rounds, tokens = rounds + stats.target_forwards, tokens + stats.emitted - 1
+    life = experience.arms.by_name.values()
+    assert (sum(arm.rounds for arm in life), sum(arm.tokens for arm in life)) == (rounds, tokens)
+
+
+@pytest.mark.parametrize("profile", tiered(("c10", "h200-1b-8b", "h200x2-1b-8b"), "h200-1b-8b".__eq__))
+def test_what_the_model_expects_of_an_arm_is_what_is_seen(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft is as sure off the text as on it; otherwise the shape of a tree would give the text away."""
+    monkeypatch.setattr(sys.modules[__name__], "ASTRAY", 1.0)
+    costs = load_profile(profile)
+    experience = Experience(costs)
+    for seed in SEEDS:
+        play(stated_truly(300, seed), AUTO, costs, experience)
+    stats = play(stated_truly(1000, 9), AUTO, costs, experience).stats
+    whole = Arm()
+    for arm in stats.arms.by_name.values():
+        whole.add(arm)
+        assert arm.rounds < 20 or arm.seconds == pytest.approx(arm.expected_seconds, rel=0.1)
+    assert whole.seen == pytest.approx(whole.expected, rel=0.1)
+    chains = [arm for name, arm in stats.arms.by_name.items() if "chain" in name and arm.rounds > 50]
+    assert chains and all(arm.seen == pytest.approx(arm.expected, rel=0.1) for arm in chains)
+
+
+def test_other_methods_have_no_arms() -> None:
+    assert not play(Scripted.of(fresh(30), 0.7, 4), PLAINLY, TEN).stats.arms.by_name
