@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+
+from test_names import constants
 
 ROOT = Path(__file__).parents[1]
 WIDE = 100  # columns
@@ -13,6 +17,8 @@ MAP_LINES = 150
 PATH = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|js|json|svg))`")
 BARE = re.compile(r"`([\w-]+\.py)`")  # on the map a file of the package itself, elsewhere one of the folder at hand
 FREE = ("docs/log.md",)  # what was written once stays as it is
+CONSTANT_ROW = re.compile(r"^\| `(\w+)` \| `([A-Z_]+)` \| `(.+?)` \|", re.MULTILINE)  # module, name, value
+PLANNING = ("planner", "goodput", "costs", "experience", "market", "rehearsal")  # modules of core/ with a table
 PAGES = ("design", "planner", "gpu", "cpu", "lab")  # they name files
 
 
@@ -55,3 +61,13 @@ def test_files_that_a_page_names_exist(page: str) -> None:
     named = {*PATH.findall(text), *(BARE.findall(text) if page == "design" else ())}
     missing = [path for path in named if not any((base / path).exists() for base in (ROOT / "src/specbranch", ROOT))]
     assert named and not missing
+
+
+@pytest.mark.parametrize("module", PLANNING)
+def test_the_table_has_every_constant_of_the_planner_with_its_value(module: str) -> None:
+    rows = CONSTANT_ROW.findall((ROOT / "docs" / "planner.md").read_text(encoding="utf-8"))
+    listed = {name: value for where, name, value in rows if where == module}
+    path = ROOT / "src" / "specbranch" / "core" / f"{module}.py"
+    assert listed.keys() == set(constants(ast.parse(path.read_text(encoding="utf-8"))))
+    defined = runpy.run_path(str(path))  # a fresh copy: tests change some constants of the modules
+    assert {name: eval(value, defined) for name, value in listed.items()} == {name: defined[name] for name in listed}

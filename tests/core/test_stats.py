@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from specbranch.core.arms import Arm, Arms
 from specbranch.core.orders import NOTHING, Branch, Reports, Span, Verdict
 from specbranch.core.stats import Stats
 
@@ -160,7 +161,8 @@ def filled(name: str, number: int) -> Any:
     """A value for a field that no other field has."""
     if name in AT_HAND:
         return getattr(Stats(), name)
-    by_hand = {"choices": [(1, "plain"), (5, "tree")], "first_token": 8.0, "finished": 512.0, "both_busy": 4.0}
+    arms = Arms({"plain": Arm(2, 2, 0.5, 2.0, 0.25)})
+    by_hand = {"arms": arms, "first_token": 8.0, "finished": 512.0, "both_busy": 4.0}
     return by_hand.get(name, [number, 1, 2] if name.endswith("_at") else number)
 
 
@@ -186,11 +188,11 @@ def test_what_a_summary_tells_comes_back() -> None:
 def test_requests_add_up_field_by_field_and_their_first_tokens_are_not_decoded() -> None:
     one, both = busy(), busy()
     both.go_on_with(busy())
-    for name in (field.name for field in fields(Stats) if field.name not in AT_HAND | {"emitted", "choices"}):
+    for name in (field.name for field in fields(Stats) if field.name not in AT_HAND | {"emitted", "arms"}):
         value = getattr(one, name)
         assert getattr(both, name) == ([2 * count for count in value] if isinstance(value, list) else 2 * value), name
     assert both.emitted - 1 == 2 * (one.emitted - 1)
-    assert both.by_method == {kind: 2 * count for kind, count in one.by_method.items()}
+    assert both.arms == Arms({"plain": Arm(4, 4, 1.0, 4.0, 0.5)})
     whole = Stats(emitted=1)
     whole.go_on_with(one)
     assert whole == one

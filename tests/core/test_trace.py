@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def test_a_run_and_its_trace_agree() -> None:
     for before, after in zip(trace.events, trace.events[1:], strict=False):
         assert after.round in (before.round, before.round + 1)
         assert after.start >= before.start
+
+
+def test_a_trace_names_the_arm_of_each_round_that_was_planned() -> None:
+    for method, plans in (("specbranch", True), ("pearl", False)):
+        trace, case = Trace(), Case((1, 2), 0.7, 1, Ending("long"))
+        config = SpeculativeConfig(method=method)
+        stats = decode(virtual_clock(0.2, profile=PROFILE), case, config, trace=trace).stats
+        named = Counter(event.arm for event in trace.events if event.arm)
+        assert named == {name: arm.rounds for name, arm in stats.arms.by_name.items()}
+        assert bool(named) == plans
 
 
 def test_the_lines_file_holds_every_event(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -13,6 +15,7 @@ from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile, shipped_profiles
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import Part, SamplingParams, SpeculativeConfig
+from specbranch.core.arms import Arm
 from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Experience, Tally
 from specbranch.core.lookup import Ngrams
@@ -119,12 +122,18 @@ def repeating(count: int, period: int = 9, start: int = 50) -> list[int]:
 
 
 def play(
-    script: Scripted, config: SpeculativeConfig, profile: CostProfile, experience: Experience | None = None
+    script: Scripted,
+    config: SpeculativeConfig,
+    profile: CostProfile,
+    experience: Experience | None = None,
+    arms: list[str] | None = None,
 ) -> Session:
-    """Decode the text, and check that it is the text."""
+    """Decode the text, and check that it is the text; `arms` gets the arm of each token."""
     record = script.record
     session = Session(0, PROMPT, record.task.request, len(record.text))
     experience = experience or Experience(profile)
+    if arms is not None:
+        session.on_round = partial(note_arm, arms)
     loop = Loop(script.executor(profile), costs=experience.learned)
     loop.join(session, METHODS[str(config.method)].start(session, config, experience))
     run_out(loop)
@@ -133,18 +142,12 @@ def play(
     return session
 
 
+def note_arm(arms: list[str], orders: Orders, reports: Reports, added: int) -> None:
+    arms += [orders.planned.name if orders.planned else "prefill"] * added
+
+
 def speedup(script: Scripted, profile: CostProfile, session: Session) -> float:
     return play(script, PLAINLY, profile).stats.decode_seconds / session.stats.decode_seconds
-
-
-def kinds_between(session: Session, start: int, stop: int) -> dict[str, int]:
-    """Tokens by kind of round in a part of the answer."""
-    counts: dict[str, int] = {}
-    for (at, kind), (end, _) in zip(
-        session.stats.choices, [*session.stats.choices[1:], (session.stats.emitted, "")], strict=True
-    ):
-        counts[kind] = counts.get(kind, 0) + max(min(end, stop) - max(at, start), 0)
-    return counts
 
 
 KNOWLEDGE: dict[str, Callable[[CostProfile], Experience]] = {
@@ -163,7 +166,7 @@ def test_where_speculation_cannot_pay_it_is_plain_decoding(hits: float, knowledg
         first, second, third = [speedup(script, HOPELESS, session) for session in sessions]
         # Many rows are sent once or twice before their cost is known; a draft is tried for 1 % of the time of all.
         assert first >= 0.85 and second >= 0.93 and third >= 0.97 and (second + third) / 2 >= 0.97, seed
-        assert sessions[-1].stats.by_method["plain"] >= 0.95 * 300
+        assert sessions[-1].stats.arms.tokens["plain"] >= 0.95 * 300
 
 
 @pytest.mark.parametrize("profile", tiered(shipped_profiles(), "h200-1b-8b".__eq__))
@@ -214,16 +217,16 @@ def test_text_that_repeats_is_looked_up() -> None:
     for seed in SEEDS:
         script = Scripted.of(repeating(300), 0.5, seed)
         session = play(script, replace(AUTO, without=("overlap",)), TEN)
-        assert session.stats.by_method["lookup"] >= 0.8 * 300
+        assert session.stats.arms.tokens["lookup"] >= 0.8 * 300
         assert speedup(script, TEN, session) > 4
 
 
 def test_without_a_draft_it_is_plain_decoding_or_lookup() -> None:
     for tokens in (fresh(200), repeating(200)):
         session = play(Scripted.of(tokens, 0.9, 5), AUTO, TEN, Experience(TEN, has_draft=False))
-        assert session.stats.by_method.keys() <= {"plain", "lookup"}
+        assert session.stats.arms.tokens.keys() <= {"plain", "lookup"}
         assert session.stats.draft_busy == 0
-    assert session.stats.by_method["lookup"] > 150
+    assert session.stats.arms.tokens["lookup"] > 150
 
 
 @pytest.mark.parametrize("knowledge", KNOWLEDGE)
@@ -237,8 +240,9 @@ def test_what_is_done_changes_where_a_code_block_begins_and_ends(knowledge: str)
     )
     script = prose + code + more
     config = replace(AUTO, without=("overlap",))
-    session = play(script, config, BY_TURNS, KNOWLEDGE[knowledge](BY_TURNS))
-    looked_up = [kinds_between(session, start, start + 150).get("lookup", 0) for start in (50, 250, 450)]
+    arms: list[str] = []
+    session = play(script, config, BY_TURNS, KNOWLEDGE[knowledge](BY_TURNS), arms)
+    looked_up = [arms[start : start + 150].count("lookup") for start in (50, 250, 450)]
     assert looked_up[0] < 15 and looked_up[1] >= 100 and looked_up[2] < 50, looked_up
     parts = [play(part, config, BY_TURNS).stats.decode_seconds for part in (prose, code, more)]
     assert session.stats.decode_seconds < 1.1 * sum(parts)
@@ -247,9 +251,10 @@ def test_what_is_done_changes_where_a_code_block_begins_and_ends(knowledge: str)
 def test_a_draft_that_becomes_useful_is_found_out() -> None:
     """Nothing repeats and nothing is drafted well, until the draft is always right; only a probe can tell."""
     script = Scripted.of(fresh(600), 0.02, 9, [NEVER]) + Scripted.of(fresh(800, 5000), 0.97, 10)
-    session = play(script, AUTO, BY_TURNS)
-    assert kinds_between(session, 150, 600)["plain"] > 350
-    assert kinds_between(session, 1000, 1400).get("plain", 0) < 180
+    arms: list[str] = []
+    play(script, AUTO, BY_TURNS, arms=arms)
+    assert arms[150:600].count("plain") > 350
+    assert arms[1000:1400].count("plain") < 180
 
 
 @pytest.mark.slow
@@ -299,7 +304,7 @@ def test_without_lookup_nothing_is_looked_up() -> None:
     for seed in SEEDS[:1]:
         script = Scripted.of(repeating(200), 0.3, seed)
         whole, rest = (play(script, replace(AUTO, without=without), TEN) for without in ((), ("lookup",)))
-        assert "lookup" not in rest.stats.by_method
+        assert "lookup" not in rest.stats.arms.tokens
         assert whole.stats.decode_seconds < 0.5 * rest.stats.decode_seconds
 
 
@@ -480,3 +485,47 @@ def test_a_tally_begins_with_the_usual_and_forgets_slowly() -> None:
     for _ in range(100):
         tally.add(0, False)
     assert tally.shares()[0] < 0.6
+
+
+def stated_truly(count: int, seed: int) -> Scripted:
+    """A draft that is right as often as it says; its other candidates are wrong."""
+    rng = random.Random(seed)
+    sure = [rng.uniform(0.2, 0.98) for _ in range(count)]
+    return Scripted(tuple(fresh(count)), tuple(sure), tuple(0 if rng.random() < said else NEVER for said in sure))
+
+
+def test_every_round_and_token_counts_for_one_arm() -> None:
+    script, experience = Scripted.of(fresh(150), 0.7, 4) + Scripted.of(repeating(100), 0.5, 4), Experience(TEN)
+    rounds = tokens = 0
+    for _ in range(2):
+        arms: list[str] = []
+        stats = play(script, AUTO, TEN, experience, arms).stats
+        counted = stats.arms.by_name.values()
+        assert sum(arm.rounds for arm in counted) == stats.target_forwards
+        assert stats.arms.tokens == Counter(arms[1:])
+        assert sum(arm.seconds for arm in counted) == pytest.approx(stats.decode_seconds)
+        rounds, tokens = rounds + stats.target_forwards, tokens + stats.emitted - 1
+    life = experience.arms.by_name.values()
+    assert (sum(arm.rounds for arm in life), sum(arm.tokens for arm in life)) == (rounds, tokens)
+
+
+@pytest.mark.parametrize("profile", tiered(("c10", "h200-1b-8b", "h200x2-1b-8b"), "h200-1b-8b".__eq__))
+def test_what_the_model_expects_of_an_arm_is_what_is_seen(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft is as sure off the text as on it; otherwise the shape of a tree would give the text away."""
+    monkeypatch.setattr(sys.modules[__name__], "ASTRAY", 1.0)
+    costs = load_profile(profile)
+    experience = Experience(costs)
+    for seed in SEEDS:
+        play(stated_truly(300, seed), AUTO, costs, experience)
+    stats = play(stated_truly(1000, 9), AUTO, costs, experience).stats
+    whole = Arm()
+    for arm in stats.arms.by_name.values():
+        whole.add(arm)
+        assert arm.rounds < 20 or arm.seconds == pytest.approx(arm.expected_seconds, rel=0.1)
+    assert whole.seen == pytest.approx(whole.expected, rel=0.1)
+    chains = [arm for name, arm in stats.arms.by_name.items() if "chain" in name and arm.rounds > 50]
+    assert chains and all(arm.seen == pytest.approx(arm.expected, rel=0.1) for arm in chains)
+
+
+def test_other_methods_have_no_arms() -> None:
+    assert not play(Scripted.of(fresh(30), 0.7, 4), PLAINLY, TEN).stats.arms.by_name

@@ -43,6 +43,9 @@ def test_a_chat_is_the_text_of_the_engine_with_all_its_rounds(
     assert joined(reply) == expected.text == reply[-1]["done"]["text"]
     assert sum(frame["added"] for one in reply for frame in one["frames"]) == len(pieces) == reply[-1]["done"]["tokens"]
     assert {origin for _, origin in pieces} <= ({"target"} if method == RACERS[0] else {"target", "draft", "branch"})
+    if method == "specbranch":
+        done = reply[-1]["done"]
+        assert sum(arm["tokens"] for arm in done["arms"].values()) == done["tokens"] - 1
 
 
 def test_a_conversation_goes_on_and_its_oldest_turns_are_left_out_when_it_is_full(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from specbranch.core.arms import Arms
 from specbranch.core.costs import Costs, MeasuredCosts
 from specbranch.core.goodput import Goodput
 from specbranch.core.orders import Orders, Reports
@@ -194,6 +195,7 @@ class Experience:
         self.has_draft = has_draft
         self.insight = Insight()
         self.goodput = Goodput()
+        self.arms = Arms()  # of all requests; not saved
         self._credit = 0.0  # seconds that may go to a probe
 
     def has_credit(self, seconds: float) -> bool:

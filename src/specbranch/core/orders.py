@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
 
 from specbranch.config import HeadKind
+from specbranch.core.arms import ArmRound
 from specbranch.core.forecast import Signal
 from specbranch.core.sending import SendingLater
 from specbranch.core.trees import Growth, Tree
@@ -327,13 +328,14 @@ class Orders:
     """One session's orders for one round; any may be absent.
 
     `prefill` is for the target, and comes without `verify`. An executor that waits for a device may run the `deferred`
-    tasks first.
+    tasks first. `planned` is the round of a method that plans, for statistics and traces.
     """
 
     draft: DraftOrder | None = None
     verify: Verify | None = None
     deferred: Deferred | None = field(default=None, repr=False, compare=False)
     prefill: Prefill | None = None
+    planned: ArmRound | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

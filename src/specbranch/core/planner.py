@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, takewhile
 
+from specbranch.core.arms import Arm, ArmRound
 from specbranch.core.experience import Experience, Pace
 from specbranch.core.goodput import Way
 from specbranch.core.lookup import Ngrams
@@ -418,6 +419,38 @@ class Planner:
             self._unanswered = 0 if answered else self._unanswered + 1
         seconds = self.experience.record_forwards(orders, reports, waited, self._batch_size)
         self._pace.add(emitted, seconds / self._slowdown)
+
+    def expect(self, planned: ArmRound) -> None:
+        """Note the seconds that the model expects of a round.
+
+        In a batch all sessions are assumed to draft as this one does.
+        """
+        costs, sessions = self.costs, planned.sessions
+        if planned.before:
+            planned.draft_seconds = self._modelled_draft(planned, planned.before)
+            planned.host_seconds = costs.host_of_drafting(sessions)
+        else:
+            planned.host_seconds = costs.gap("lookup" if planned.verified else "plain", sessions)
+        planned.target_seconds = costs.target_seconds(planned.rows, planned.context)
+
+    def count_arm(self, planned: ArmRound, tokens: int, seconds: float) -> Arm:
+        """Count a round that has ended for its arm, and return it."""
+        beside = self._seconds_beside(planned) if planned.during else 0.0
+        expected = planned.expected_seconds(beside) if self.costs.knows_target else 0.0
+        counted = Arm(1, tokens, seconds, planned.expected_tokens, expected)
+        self.experience.arms.add(planned.name, counted)
+        return counted
+
+    def _seconds_beside(self, planned: ArmRound) -> float:
+        """Return the seconds of a verify with draft steps beside it: each slows the other down."""
+        costs, count = self.costs, len(planned.during)
+        drafting = self._modelled_draft(planned, planned.during) + count * costs.draft_slow_down
+        return max(planned.target_seconds + count * costs.slow_down, drafting)
+
+    def _modelled_draft(self, planned: ArmRound, steps: tuple[int, ...]) -> float:
+        """Return the seconds of draft steps, by the rows that one session has in each."""
+        costs, sessions = self.costs, planned.sessions
+        return costs.draft_setup + sum([costs.draft_seconds(rows * sessions, planned.context) for rows in steps])
 
     def accept(self, tree: Tree, path: list[int]) -> None:
         """Note which tokens the target has accepted in this round."""

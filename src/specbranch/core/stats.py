@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any, Self
 
+from specbranch.core.arms import Arms
 from specbranch.core.fates import FATE_NAMES, FATES, THROWN_AWAY, Fates, Settled, branch_points, tree_standings
 from specbranch.core.orders import NO_PREFILL, Branch, Reports, Span, Verdict
 from specbranch.core.slots import ROOT
@@ -67,18 +68,9 @@ class Stats(Fates):
     draft_busy: float = 0.0  # decoding only, like the next
     target_busy: float = 0.0
     both_busy: float = 0.0  # seconds in which both models worked
-    # Changes of the kind of round, such as "chain" or "hedged": tokens emitted before the change, new kind.
-    choices: list[tuple[int, str]] = field(default_factory=list)
+    arms: Arms = field(default_factory=Arms)  # rounds by what they did; empty for methods that do not plan
     _lost: bool = False  # since the last target forward
     _rejected: bool = False  # by the last verdict
-
-    @property
-    def by_method(self) -> dict[str, int]:
-        """Tokens emitted by each kind of round of a planned method; empty for other methods."""
-        counts: dict[str, int] = {}
-        for (at, kind), (end, _) in pairwise([*self.choices, (self.emitted, "")]):
-            counts[kind] = counts.get(kind, 0) + end - at
-        return counts
 
     @property
     def ttft(self) -> float:
@@ -98,11 +90,6 @@ class Stats(Fates):
     def begin(self, read: bool) -> None:
         """Count a round; `read`: the draft has worked for it already."""
         self.rounds_begun += read
-
-    def chose(self, kind: str) -> None:
-        """Note the kind of the next round."""
-        if not self.choices or self.choices[-1][1] != kind:
-            self.choices.append((self.emitted, kind))
 
     def take(self, reports: Reports) -> None:
         """Count the drafted tokens, or that the draft was lost."""
@@ -265,7 +252,8 @@ class Stats(Fates):
             "prompt_tokens_cached": self.prompt_tokens_cached,
             "draft_prompt_tokens_read": self.draft_prompt_tokens_read,
             "draft_prompt_tokens_cached": self.draft_prompt_tokens_cached,
-            "tokens_by_method": self.by_method,
+            "tokens_by_method": self.arms.tokens,
+            "arms": self.arms.to_dict(),
         }
 
     @classmethod
@@ -287,7 +275,7 @@ class Stats(Fates):
             hits_at=list(summary.get("branch_hits_by_position", ())),
             tested_at=list(summary["tested_by_position"]) if tells_positions else [],
             accepted_at=list(summary["accepted_by_position"]) if tells_positions else [],
-            choices=_choices(summary.get("tokens_by_method", {}), summary["tokens"]),
+            arms=Arms.from_dict(summary.get("arms", {})),
         )
 
     def go_on_with(self, other: Stats) -> None:
@@ -295,8 +283,7 @@ class Stats(Fates):
 
         The other's first token ends a prefill, like the first one here, so it does not count as decoded.
         """
-        before = max(self.emitted - 1, 0)
-        self.choices += [(at + before, kind) for at, kind in other.choices]
+        self.arms.join(other.arms)
         self.emitted += max(other.emitted - 1, 0)
         for name in SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -306,7 +293,7 @@ class Stats(Fates):
 
 # Summed fields are found by type, so that a new counter is not forgotten; flags are of the present round.
 SUMMED = tuple(one.name for one in fields(Stats) if type(one.default) in (int, float) and one.name != "emitted")
-SUMMED_BY_POSITION = tuple(one.name for one in fields(Stats) if one.default_factory is list and one.name != "choices")
+SUMMED_BY_POSITION = tuple(one.name for one in fields(Stats) if one.default_factory is list)
 
 
 def _busy(whole: float, idle: float | None) -> float:
@@ -315,12 +302,6 @@ def _busy(whole: float, idle: float | None) -> float:
 
 def _added(one: Iterable[int], other: Iterable[int]) -> list[int]:
     return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
-
-
-def _choices(counts: Mapping[str, int], emitted: int) -> list[tuple[int, str]]:
-    """Return changes of kind that would give these counts, one after the other."""
-    ends = accumulate(counts.values(), initial=emitted - sum(counts.values()))
-    return list(zip(ends, counts, strict=False))
 
 
 def _seconds(span: Span | None) -> float:

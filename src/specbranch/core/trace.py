@@ -46,6 +46,7 @@ class Event:
     # Of a tree: the rounds that added the accepted tokens, then the one that added the bonus token, if it was drafted.
     used: tuple[int, ...] = ()
     settled: tuple[Settled, ...] | None = None  # of a tree: the other tokens, by the round that added them
+    arm: str = ""  # of a verification by a method that plans, see `arms`
 
     @property
     def seconds(self) -> float:
@@ -72,6 +73,7 @@ class Trace:
             self.events.append(_event(session, number, "draft", reports.drafting, pending, **notes))
         if reports.verifying:
             notes = self._judged(session, number, orders.verify, reports.verdict)
+            notes["arm"] = orders.planned.name if orders.planned else ""
             self.events.append(_event(session, number, "target", reports.verifying, pending, **notes))
 
     def _judged(self, session: int, number: int, order: Verify | None, verdict: Verdict | None) -> dict[str, Any]:

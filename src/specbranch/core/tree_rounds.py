@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+from specbranch.core.arms import ArmRound
 from specbranch.core.market import LaneGrant, RowGrant
 from specbranch.core.orders import Deferred, Orders, Reports
 from specbranch.core.planner import Planner
@@ -18,7 +19,8 @@ from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Growth, Tree, below, chosen, marked
 
-TreeRound = Generator[Any, Any, Tree]  # yields Orders and Offers, is sent Reports and Grants, returns the tree kept
+# Yields Orders and Offers, is sent Reports and Grants, returns the tree kept and what the round was.
+TreeRound = Generator[Any, Any, tuple[Tree, ArmRound]]
 
 
 def decode_tree(session: Session, planner: Planner) -> MethodRounds:
@@ -41,11 +43,12 @@ def _decode(session: Session, planner: Planner, deferred: Deferred) -> MethodRou
         way = planner.choose(len(session.tokens), batch_size, tree, session.unsent)
         if way == "plain":
             deferred.add(session.stats.abandon_tree, tree)  # a plain round keeps no tree
-            yield from _plain_round(session, planner, deferred)
-            tree = NO_TREE
+            tree, planned = yield from _plain_round(session, planner, deferred)
         else:
-            tree = yield from _planned_round(session, planner, tree, deferred)
-        planner.record_round(batch_size, way, session.stats.emitted - emitted, session.now - last_end)
+            tree, planned = yield from _planned_round(session, planner, tree, deferred)
+        tokens, seconds = session.stats.emitted - emitted, session.now - last_end
+        deferred.add(_count_arm, session, planner, planned, tokens, seconds)
+        planner.record_round(batch_size, way, tokens, seconds)
     deferred.add(session.stats.abandon_tree, tree)
 
 
@@ -56,21 +59,25 @@ def _planned_round(session: Session, planner: Planner, tree: Tree, deferred: Def
     offer = planner.lane_offer(tree, session.unsent) if session.room > 1 else None
     may_draft: LaneGrant = (yield offer) if offer else LaneGrant(False)
     before = _if_room(session, planner.plan_draft_before_verify(tree, session.unsent, may_draft))
+    steps: tuple[int, ...] = ()
     if before:
         orders = Orders(draft=session.grow(tree, before, planner.sending(session.room)))
         reports = yield orders
         tree = _take_tree(session, planner, tree, orders, reports)
+        steps = _steps(reports)
     candidates = planner.candidates(tree, session.room)
     rows: RowGrant = yield planner.row_offer(tree, candidates)
     to_verify = sorted(candidates[: rows.count])  # in the tree's order
     tree = marked(tree, to_verify)
     during = _plan_during(session, planner, tree, to_verify, rows, drafted=before is not None)
-    orders = _verify_orders(session, planner, tree, to_verify, during, deferred)
-    deferred.add(_count_kind, session, tree, to_verify, during)
+    planned = ArmRound(tree, to_verify, rows.rows, len(session.tokens), session.batch_size, during is not None, steps)
+    orders = _verify_orders(session, planner, planned, during, deferred)
+    deferred.add(planner.expect, planned)
     reports = yield orders
     deferred.run()
     tree = _take_tree(session, planner, tree, orders, reports)
-    return _absorb(session, planner, tree, to_verify, orders, reports, deferred)
+    planned.during = _steps(reports)
+    return _absorb(session, planner, tree, to_verify, orders, reports, deferred), planned
 
 
 def _plan_during(
@@ -87,28 +94,36 @@ def _plan_during(
 
 
 def _verify_orders(
-    session: Session, planner: Planner, tree: Tree, to_verify: list[int], during: Growth | None, deferred: Deferred
+    session: Session, planner: Planner, planned: ArmRound, during: Growth | None, deferred: Deferred
 ) -> Orders:
     """Order nodes to be verified, and the tree to be extended meanwhile; otherwise say what can be launched ahead."""
+    tree = planned.tree
     follows = None if during else planner.launch_ahead(tree, session.unsent)
-    verify = session.verify_tree(chosen(tree, to_verify), follows=follows)
-    return Orders(draft=session.grow(tree, during) if during else None, verify=verify, deferred=deferred)
+    verify = session.verify_tree(chosen(tree, planned.verified), follows=follows)
+    draft = session.grow(tree, during) if during else None
+    return Orders(draft=draft, verify=verify, deferred=deferred, planned=planned)
 
 
 def _plain_round(session: Session, planner: Planner, deferred: Deferred) -> TreeRound:
     """Decode one token of the target, without a plan."""
     follows = planner.launch_ahead(NO_TREE, session.unsent) if session.batch_size == 1 else None
     verify = session.verify_tree(NO_TREE, follows=follows) if follows else session.verify_plainly()
-    orders = Orders(verify=verify, deferred=deferred)
-    deferred.add(_count_kind, session, NO_TREE, [], None)
+    planned = ArmRound(NO_TREE, [], session.batch_size, len(session.tokens), session.batch_size)
+    orders = Orders(verify=verify, deferred=deferred, planned=planned)
+    deferred.add(planner.expect, planned)
     reports = yield orders
     deferred.run()
-    return _absorb(session, planner, NO_TREE, [], orders, reports, deferred)
+    return _absorb(session, planner, NO_TREE, [], orders, reports, deferred), planned
 
 
 def _if_room(session: Session, growth: Growth | None) -> Growth | None:
     """Return the plan, or None if only one token may still be generated: the target adds that one itself."""
     return growth if session.room > 1 else None
+
+
+def _steps(reports: Reports) -> tuple[int, ...]:
+    """Return the rows of each draft step; none if the draft did not work, or was lost."""
+    return reports.tree.steps if reports.tree is not None else ()
 
 
 def _take_tree(session: Session, planner: Planner, tree: Tree, orders: Orders, reports: Reports) -> Tree:
@@ -146,17 +161,5 @@ def _absorb(
     return below(tree, bonus) if bonus is not None and not ended_on_path else NO_TREE
 
 
-def _count_kind(session: Session, tree: Tree, verified: list[int], during: Growth | None) -> None:
-    session.stats.chose(_kind(tree, verified, during))
-
-
-def _kind(tree: Tree, verified: list[int], during: Growth | None) -> str:
-    """Return the kind of a round, as a word for statistics; "hedged": the draft worked during the verify."""
-    if during is not None:
-        return "hedged"
-    if not verified:
-        return "plain"
-    main_path = tree.main_path(verified)
-    if all(tree.nodes[n].look for n in main_path):
-        return "lookup"
-    return "chain" if len(main_path) == len(verified) else "tree"
+def _count_arm(session: Session, planner: Planner, planned: ArmRound, tokens: int, seconds: float) -> None:
+    session.stats.arms.add(planned.name, planner.count_arm(planned, tokens, seconds))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from specbranch.clock.profile import CostProfile
+from specbranch.core.arms import Arm
 from specbranch.core.experience import Experience
 from specbranch.core.fates import Fates, summed
 from specbranch.core.session import Session
@@ -133,6 +134,14 @@ def test_kept_lost_and_rolled_back_differ_without_colours() -> None:
     assert bar.count("·") == len(bar) / 2  # half of the time it waits
     legend = text.split("\n\n")[0]
     assert all(f"{glyph} drafted" in legend for glyph in "▓x~?-") and "· waiting" in legend
+
+
+def test_the_totals_tell_what_was_expected_of_each_arm() -> None:
+    made = run("specbranch")
+    told = {"small tree": Arm(12, 40, 1.0, 50.0, 1.0).to_dict(), "plain": Arm(2, 2, 0.1, 2.0, 0.1).to_dict()}
+    text = draw_text(made.rounds, {**made.session.stats.summary(), "arms": told}, Style(170))
+    assert "Tokens a second by arm: small tree: 50 expected, 40 seen; plain: 20 expected, 20 seen." in text
+    assert "by arm" not in draw_text(made.rounds, {**made.session.stats.summary(), "arms": {}}, Style(170))
 
 
 def test_colours_change_nothing_but_colours() -> None:

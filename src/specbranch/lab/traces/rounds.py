@@ -69,6 +69,7 @@ class TracedRound:
             "emitted": self.emitted,
             "pending": self.target.pending if self.target else 0,
             "accepted": self.target.accepted if self.target else None,
+            "arm": self.target.arm if self.target else "",
             "branches": list(self.draft.branches) if self.draft else [],
             "kept": self.draft.kept if self.draft else None,
             "drafted": {FATE_NAMES[fate].traced: whole.of(fate) for fate in FATES},

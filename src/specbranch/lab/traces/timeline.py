@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specbranch.core.arms import arm_sentence
 from specbranch.core.fates import FATE_NAMES, THROWN_AWAY, Fates
 from specbranch.core.trace import Event
 from specbranch.lab.traces.rounds import Times, TracedRound, times
@@ -80,6 +81,7 @@ def totals(spent: Times, stats: Mapping[str, Any], style: Style, modelled: bool 
     ]
     lines += _shares(spent)
     lines += _tokens(stats)
+    lines += _arms(stats)
     return [piece for line in lines for piece in _wrapped(line, style.bound(), 2)]
 
 
@@ -107,6 +109,11 @@ def _tokens(stats: Mapping[str, Any]) -> list[str]:
         f"Drafted tokens: {stats['drafted']}" + (f", of these {listed}." if listed else "."),
         f"Tokens a target forward: {forward:.2f}." if forward is not None else "Only the first token was needed.",
     ]
+
+
+def _arms(stats: Mapping[str, Any]) -> list[str]:
+    listed = "; ".join(arm_sentence(name, arm) for name, arm in stats.get("arms", {}).items())
+    return [f"Tokens a second by arm: {listed}."] if listed else []
 
 
 def _legend(rounds: Sequence[TracedRound], style: Style) -> list[str]:

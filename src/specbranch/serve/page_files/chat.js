@@ -151,6 +151,9 @@ class Answer {
     if (done.error) { this.fail(done.error); return; }
     const why = { stop: "it ended by itself", length: "it was cut at the limit" }[done.finish_reason] || done.finish_reason;
     this.note(`${done.tokens} tokens by ${done.method}; ${why}; first one after ${Math.round(done.ttft_seconds * 1000)} ms${this.modelled ? "; all times are modelled, not measured" : ""}`);
+    const rate = (one) => Math.round(one).toLocaleString("en");
+    const arms = Object.entries(done.arms || {}).filter(([, arm]) => arm.expected && arm.seen);
+    if (arms.length) this.note(`tokens a second: ${arms.map(([name, arm]) => `${name}: ${rate(arm.expected)} expected, ${rate(arm.seen)} seen`).join("; ")}`);
     this.box.dataset.done = done.finish_reason;
   }
 
