@@ -15,15 +15,15 @@ from typing import Literal
 Way = Literal["plain", "planned"]
 Expected = Callable[[], Mapping[Way, float]]  # tokens a second of one session, by the model
 
-BLOCK = 12  # rounds of each session between two looks at the choice
+BLOCK_ROUNDS = 12  # rounds of each session between two looks at the choice
 LEFT_OUT = 4  # rounds of each session after a change that do not count: earlier work ends, and the draft catches up
-BETTER = 1.03  # the other way is taken if it is this many times as fast
-TRUST = 0.5  # part of a block's deviation from the model, in logarithms, that is taken over
+BETTER_WAY = 1.03  # the other way is taken if it is this many times as fast
+BLOCK_TRUST = 0.5  # part of a block's deviation from the model, in logarithms, that is taken over
 UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and just tried
 DOUBT_GROWTH = 0.005  # of the doubt in the way that is not taken, for each block
 KEPT = 0.95  # of the deviation of the way that is not taken, after each block
 TRIAL_SHARE = 0.01  # of the seconds, that trials of a way that is expected to be slower may lose
-SLOWEST = 2.0  # times the expected seconds; a round counts at most that long, as it may include a setup
+SLOWEST_ROUND = 2.0  # times the expected seconds; a round counts at most that long, as it may include a setup
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class WaySeen:
         """Take in the tokens a second of a block."""
         known = self.doubt < UNSEEN
         deviation = math.log(max(seen, 1e-9) / max(self.expected, 1e-9))
-        self.deviation += (TRUST if known else 1.0) * (deviation - self.deviation)
+        self.deviation += (BLOCK_TRUST if known else 1.0) * (deviation - self.deviation)
         self.doubt = SEEN
 
     def fade(self) -> None:
@@ -77,11 +77,11 @@ class _Load:
         self.credit += TRIAL_SHARE * self.seconds
         self.update(expected)
         loss = self.seconds * max(1.0 - other.estimate / max(here.estimate, 1e-9), 0.0)
-        may_be_better = other.estimate * (1.0 + other.doubt) > BETTER * here.estimate
-        if other.estimate > BETTER * here.estimate or (may_be_better and loss <= self.credit):
+        may_be_better = other.estimate * (1.0 + other.doubt) > BETTER_WAY * here.estimate
+        if other.estimate > BETTER_WAY * here.estimate or (may_be_better and loss <= self.credit):
             self.credit -= min(loss, self.credit)
             self.way, self.settling = _other(self.way), LEFT_OUT * batch_size
-        self.left, self.tokens, self.seconds = BLOCK * batch_size, 0, 0.0
+        self.left, self.tokens, self.seconds = BLOCK_ROUNDS * batch_size, 0, 0.0
 
 
 class Goodput:
@@ -98,7 +98,7 @@ class Goodput:
             hopeful = rates["planned"] * (1.0 + UNSEEN) > rates["plain"]
             load = self._loads[key] = _Load("planned" if hopeful else "plain", 0.0)
             load.update(rates)
-            load.left, load.settling = BLOCK * batch_size, LEFT_OUT * batch_size
+            load.left, load.settling = BLOCK_ROUNDS * batch_size, LEFT_OUT * batch_size
         return self._loads[key].way
 
     def record(self, batch_size: int, way: Way, tokens: int, seconds: float, expected: Expected) -> None:
@@ -110,7 +110,7 @@ class Goodput:
             load.settling -= 1
             return
         load.tokens += tokens
-        load.seconds += min(seconds, SLOWEST * max(tokens, 1) / max(load.ways[way].expected, 1e-9))
+        load.seconds += min(seconds, SLOWEST_ROUND * max(tokens, 1) / max(load.ways[way].expected, 1e-9))
         load.left -= 1
         if load.left <= 0:
             load.look(batch_size, expected())
