@@ -141,8 +141,8 @@ class Planner:
         if self._promised is not None:
             plain = self._target_seconds(1) + self.costs.gap("plain")
             brought = self._accepted - self._rate * (seconds - plain)
-            brought = min(max(brought, -MOST_BEYOND), MOST_BEYOND)
-            self.insight.beyond += BEYOND_PACE * (brought - self._promised - self.insight.beyond)
+            beyond = min(max(brought - self._promised, -MOST_BEYOND), MOST_BEYOND)
+            self.insight.beyond += BEYOND_PACE * (beyond - self.insight.beyond)
         elif batch_size == 1:
             self.insight.beyond *= BEYOND_KEPT
         if self._probed and self._accepted and batch_size == 1:
