@@ -20,7 +20,8 @@ from specbranch.clock.profile import CostProfile
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import PolicyName, Rule, SamplingParams, SpeculativeConfig
 from specbranch.core import noise
-from specbranch.core.experience import Experience
+from specbranch.core.costs import Costs
+from specbranch.core.experience import Experience, Insight
 from specbranch.core.forecast import Signal
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Executor, Loop
@@ -279,8 +280,26 @@ class Timeless(Experience):
     """Goes by the profile where the executor's own clock has nothing to do with it: always as fast as it was at
     first."""
 
-    def record_forwards(self, orders: Orders, reports: Reports, emitted: int, *batch_size: float) -> None:
-        """Learn nothing of time."""
+    def __init__(self, costs: Costs) -> None:
+        super().__init__(costs)
+        self.insight = Unmoved()
+
+    def record_forwards(self, orders: Orders, reports: Reports, *given: float) -> float:
+        """Return the seconds in which the initial rate brings the tokens of this run."""
+        emitted = len(reports.verdict.path) + 1 if reports.verdict is not None else 0
+        return emitted * (self.costs.target_seconds(1) + self.costs.host) / 1.5
+
+
+class Unmoved(Insight):
+    """Learns nothing from the times of drafts."""
+
+    @property
+    def beyond(self) -> float:  # type: ignore[override]
+        return 0.0
+
+    @beyond.setter
+    def beyond(self, value: float) -> None:
+        pass
 
 
 class Wanderer(Planner):

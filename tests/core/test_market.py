@@ -94,8 +94,12 @@ def test_beside_others_that_draft_anyway_only_what_is_added_is_paid() -> None:
 
 
 def test_what_is_not_prefilled_for_long_is_paid_over_many_steps() -> None:
-    assert not allowed({1: lanes(0.5, MIXED, uncomputed=60)})
-    assert allowed({number: lanes(0.5, MIXED, uncomputed=60) for number in range(4)}) == set(range(4))
+    whole = 60.0 * MIXED.draft_seconds(60)
+    assert whole > 0.5, "paid at once, it would be more than it can bring"
+    for sessions in (1, 4):
+        offers = {number: lanes(0.5, MIXED, uncomputed=60) for number in range(sessions)}
+        assert allowed(offers) == set(range(sessions))
+    assert not allowed({1: lanes(0.1, MIXED, uncomputed=60)}) and not allowed({1: lanes(0.5, MIXED, uncomputed=9000)})
 
 
 def test_steps_are_priced_by_what_a_second_is_worth_to_all_and_alone_by_the_session_itself() -> None:

@@ -143,7 +143,7 @@ def test_spikes_do_not_change_the_budget() -> None:
 
 def test_seconds_of_an_earlier_process_serve_until_gaps_are_timed() -> None:
     learned = MeasuredCosts()
-    learned.take("target", 8, 0.1)
+    learned.target.set(8, 0.1)
     costs = PromptCosts(learned)
     for _ in range(3):
         observed(costs, 8, 64, 0.12)

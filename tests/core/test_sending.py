@@ -30,8 +30,8 @@ def test_what_a_device_would_choose_is_what_is_granted(seed: int) -> None:
     rng, costs = random.Random(seed), MeasuredCosts()
     slope = rng.choice([0.0, 0.02, 0.2, 1.0])
     for rows in (1, 2, 4, 9, 16):
-        costs.count("target", rows, 0.01 * (1 + slope * rows))
-    costs.count("step", 1, 0.001)
+        costs.target.set(rows, 0.01 * (1 + slope * rows))
+    costs.step.set(1, 0.001)
     planner = Planner(Experience(costs=costs))
     planner.begin(100)
     tree, room = some_tree(rng, rng.choice([0, 1, 5, 20, 60])), rng.choice([2, 4, 40])
@@ -44,7 +44,7 @@ def test_what_a_device_would_choose_is_what_is_granted(seed: int) -> None:
 
 def test_in_a_batch_and_without_trees_nothing_is_forecast() -> None:
     costs = MeasuredCosts()
-    costs.count("target", 1, 0.01)
+    costs.target.set(1, 0.01)
     planner = Planner(Experience(costs=costs))
     planner.begin(100, 2)
     assert planner.sending(10) is None

@@ -148,12 +148,13 @@ def test_both_spans_lie_beside_each_other_and_the_costs_learn_what_that_adds() -
     report = executor.run(orders)[0]
     assert report.drafting and report.verifying
     assert report.verifying.start <= report.drafting.start < report.drafting.end <= report.verifying.end
-    costs.take("target", report.verifying.tokens, report.verifying.seconds / 2)
+    costs.target.set(report.verifying.tokens, report.verifying.seconds / 2)
+    costs.step.set(1, report.drafting.seconds)
     later = Context(3, (4,))
-    for _ in range(2):  # a first time of anything is not counted
+    for _ in range(2):
         orders = {0: Orders(replace(grow(), on=later), Verify(later))}
         costs.observe(orders, executor.run(orders))
-    assert costs.times["slow_down"]
+    assert [len(one.values) for one in costs.slow_downs.values()] == [2, 2]
 
 
 class OnDevice(Noting):

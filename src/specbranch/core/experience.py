@@ -55,7 +55,7 @@ LEARNING_PACE = 0.06  # step size of learning these shifts
 MOST_SHIFT = 30.0  # log-odds: a larger shift adds no certainty, and its exponential may overflow
 LATELY = 50.0  # tokens over which the rate of a request is measured
 AT_FIRST_TOKENS = 15.0  # that the initial estimate of the rate counts as
-PROBING = 0.01  # share of the seconds that may go to probes: asking a draft that does not pay
+PROBING = 0.01  # share of the seconds that probes may lose: asking a draft that does not pay
 IN_BATCH = 0.5  # factor on PROBING in a batch: a draft gains less there
 
 
@@ -208,6 +208,10 @@ class Experience:
             return False
         self.reset_probe_credit()
         return True
+
+    def return_probe(self, seconds: float) -> None:
+        """Give back what a probe has brought: the credit bounds what probes lose, so a useful one is soon repeated."""
+        self._credit += seconds
 
     def reset_probe_credit(self) -> None:
         """Reset the probe credit: the draft is asked anyway."""

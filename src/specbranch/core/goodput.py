@@ -15,15 +15,15 @@ from typing import Literal
 Way = Literal["plain", "planned"]
 Expected = Callable[[], Mapping[Way, float]]  # tokens a second of one session, by the model
 
-BLOCK = 12  # rounds of each session between two looks at the choice
+BLOCK_ROUNDS = 12  # rounds of each session between two looks at the choice
 LEFT_OUT = 4  # rounds of each session after a change that do not count: earlier work ends, and the draft catches up
-BETTER = 1.03  # the other way is taken if it is this many times as fast
-TRUST = 0.5  # part of a block's deviation from the model, in logarithms, that is taken over
+BETTER_WAY = 1.03  # the other way is taken if it is this many times as fast
+BLOCK_TRUST = 0.5  # part of a block's deviation from the model, in logarithms, that is taken over
 UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and just tried
 DOUBT_GROWTH = 0.005  # of the doubt in the way that is not taken, for each block
 KEPT = 0.95  # of the deviation of the way that is not taken, after each block
-TRIAL_SHARE = 0.01  # of the seconds, that trials of a way that is expected to be slower may lose
-SLOWEST = 2.0  # times the expected seconds; a round counts at most that long, as it may include a setup
+TRIAL_SHARE = 0.01  # of the seconds, that trials of a way that was not seen to be better may lose
+SLOWEST_ROUND = 2.0  # times the expected seconds; a round counts at most that long, as it may include a setup
 
 
 @dataclass(slots=True)
@@ -33,17 +33,24 @@ class WaySeen:
     expected: float = 0.0  # tokens a second of a session, by the model
     deviation: float = 0.0  # logarithm of what was seen, by what was expected
     doubt: float = UNSEEN
+    last: float = -math.inf  # deviation when this way was last taken; it does not fade
 
     @property
     def estimate(self) -> float:
         """Tokens a second of a session."""
         return self.expected * math.exp(self.deviation)
 
+    @property
+    def evidence(self) -> float:
+        """Tokens a second of a session, as when this way was last taken; 0: it never was."""
+        return self.expected * math.exp(self.last)
+
     def take(self, seen: float) -> None:
         """Take in the tokens a second of a block."""
         known = self.doubt < UNSEEN
         deviation = math.log(max(seen, 1e-9) / max(self.expected, 1e-9))
-        self.deviation += (TRUST if known else 1.0) * (deviation - self.deviation)
+        self.deviation += (BLOCK_TRUST if known else 1.0) * (deviation - self.deviation)
+        self.last = self.deviation
         self.doubt = SEEN
 
     def fade(self) -> None:
@@ -61,27 +68,41 @@ class _Load:
     settling: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
-    credit: float = 0.0  # seconds that a trial may lose
-    ways: dict[Way, WaySeen] = field(default_factory=lambda: {"plain": WaySeen(doubt=SEEN), "planned": WaySeen()})
+    credit: float = 0.0  # seconds that a trial may lose; below 0: more was lost
+    trial: bool = True  # this block tries a way that was not seen to be better
+    ways: dict[Way, WaySeen] = field(
+        default_factory=lambda: {"plain": WaySeen(doubt=SEEN, last=0.0), "planned": WaySeen()}
+    )
 
     def update(self, expected: Mapping[Way, float]) -> None:
         for way, rate in expected.items():
             self.ways[way].expected = rate
 
     def look(self, batch_size: int, expected: Mapping[Way, float]) -> None:
-        """Judge the block that has ended, and choose the way of the next."""
+        """Judge the block that has ended, and choose the way of the next.
+
+        A way that was seen to be better is taken at once. One that may be better by now is tried if credit is left.
+        """
         here, other = self.ways[self.way], self.ways[_other(self.way)]
         if self.seconds > 0.0:
             here.take(self.tokens / self.seconds)
         other.fade()
-        self.credit += TRIAL_SHARE * self.seconds
+        self.credit = min(self.credit + TRIAL_SHARE * self.seconds, self.seconds)
         self.update(expected)
-        loss = self.seconds * max(1.0 - other.estimate / max(here.estimate, 1e-9), 0.0)
-        may_be_better = other.estimate * (1.0 + other.doubt) > BETTER * here.estimate
-        if other.estimate > BETTER * here.estimate or (may_be_better and loss <= self.credit):
-            self.credit -= min(loss, self.credit)
+        seen_better = other.evidence > BETTER_WAY * here.estimate
+        may_be_better = other.estimate * (1.0 + other.doubt) > BETTER_WAY * here.estimate
+        if seen_better and self.trial:
+            self.credit -= self._loss(here.estimate, other.evidence)
+        tries = may_be_better and not seen_better and self._loss(other.estimate, here.estimate) <= self.credit
+        if seen_better or tries:
             self.way, self.settling = _other(self.way), LEFT_OUT * batch_size
-        self.left, self.tokens, self.seconds = BLOCK * batch_size, 0, 0.0
+        self.trial = tries
+        self.left, self.tokens, self.seconds = BLOCK_ROUNDS * batch_size, 0, 0.0
+
+    def _loss(self, rate: float, best: float) -> float:
+        """Return the seconds that a trial loses at this rate, with the rounds after its beginning that do not count."""
+        trial = self.seconds * (BLOCK_ROUNDS + LEFT_OUT) / BLOCK_ROUNDS
+        return trial * max(1.0 - rate / max(best, 1e-9), 0.0)
 
 
 class Goodput:
@@ -98,7 +119,7 @@ class Goodput:
             hopeful = rates["planned"] * (1.0 + UNSEEN) > rates["plain"]
             load = self._loads[key] = _Load("planned" if hopeful else "plain", 0.0)
             load.update(rates)
-            load.left, load.settling = BLOCK * batch_size, LEFT_OUT * batch_size
+            load.left, load.settling = BLOCK_ROUNDS * batch_size, LEFT_OUT * batch_size
         return self._loads[key].way
 
     def record(self, batch_size: int, way: Way, tokens: int, seconds: float, expected: Expected) -> None:
@@ -110,7 +131,7 @@ class Goodput:
             load.settling -= 1
             return
         load.tokens += tokens
-        load.seconds += min(seconds, SLOWEST * max(tokens, 1) / max(load.ways[way].expected, 1e-9))
+        load.seconds += min(seconds, SLOWEST_ROUND * max(tokens, 1) / max(load.ways[way].expected, 1e-9))
         load.left -= 1
         if load.left <= 0:
             load.look(batch_size, expected())

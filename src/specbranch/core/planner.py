@@ -111,6 +111,7 @@ class Planner:
         self._drift = self._look_drift = 0.0
         self._promised: float | None = None  # tokens beyond its price that the first draft step of this round promised
         self._accepted = 0  # drafted tokens that the target accepted in this round
+        self._probed = 0.0  # seconds that a probe of this round was expected to take
         self._chances = self.insight.chances()
         self._row = 0.0  # price of one more row to verify, in tokens
         self._made_growth: Growth | None = None
@@ -141,11 +142,13 @@ class Planner:
         if self._promised is not None:
             plain = self._target_seconds(1) + self.costs.gap("plain")
             brought = self._accepted - self._rate * (seconds - plain)
-            brought = min(max(brought, -MOST_BEYOND), MOST_BEYOND)
-            self.insight.beyond += BEYOND_PACE * (brought - self._promised - self.insight.beyond)
+            beyond = min(max(brought - self._promised, -MOST_BEYOND), MOST_BEYOND)
+            self.insight.beyond += BEYOND_PACE * (beyond - self.insight.beyond)
         elif batch_size == 1:
             self.insight.beyond *= BEYOND_KEPT
-        self._promised, self._accepted = None, 0
+        if self._probed and self._accepted and batch_size == 1:
+            self.experience.return_probe(min(self._probed, self._accepted / self._rate))
+        self._promised, self._accepted, self._probed = None, 0, 0.0
         if batch_size > 1 and not self.costs.prices_all:
             expected = partial(self._expected_rates, batch_size)
             self.experience.goodput.record(batch_size, way, tokens, seconds / self.costs.factor, expected)
@@ -323,7 +326,9 @@ class Planner:
             self._note_draft(tree, uncomputed)
             self.experience.reset_probe_credit()
             return replace(growth, step=grant.steps) if grant.steps else growth
-        if not tree.root_scored and self.experience.pay_probe(self._probe_seconds(uncomputed)):
+        probe = self._probe_seconds(uncomputed)
+        if not tree.root_scored and self.experience.pay_probe(probe):
+            self._probed = probe
             return replace(growth, step=(0.0,), most=0)  # a probe: candidates after the committed text, no further step
         return None
 

@@ -117,18 +117,19 @@ def test_a_slow_machine_takes_twice_as_long() -> None:
     assert seconds(replace(case, slow=((0.5, 1.0),)), "plain") == pytest.approx(1.5 * seconds(case, "plain"))
 
 
-def test_a_planner_starts_with_empty_costs_and_learns_them_from_its_rounds() -> None:
+def test_a_planner_starts_with_the_costs_of_a_rehearsal_and_no_other_experience() -> None:
     case = calm()
-    seen: list[tuple[bool, bool]] = []
+    seen: list[tuple[bool, bool, bool]] = []
 
     def start(session: Session, experience: Experience) -> MethodRounds:
         assert experience.learned is not None and experience.costs is experience.learned
-        seen.append((experience.costs.knows_target, experience.costs.knows_draft))
+        observed = experience.insight.observations
+        seen.append((experience.costs.knows_target, experience.costs.knows_draft, observed > 0))
         return judged(OURS)[0].start(session, experience)
 
     one = CaseRun(make_scripts(case), Contender("watched", start))
     one.run()
-    assert seen == [(False, False), (True, True)]
+    assert seen == [(True, True, False), (True, True, True)]
     assert one.experience.costs.target_seconds(1) == pytest.approx(case.target, rel=0.01)
     assert one.experience.costs.draft_seconds(1) == pytest.approx(case.target * case.draft_share, rel=0.2)
 
