@@ -21,6 +21,7 @@ LANE = 0.05  # the same for each further row of a draft step
 MOST_RATIO = 1.5  # a round counts as at most this many times as slow, or as fast, as expected
 LATEST = 15  # rounds of a size whose median counts, the time at load among them
 BELIEVED = 2  # of these, from which on their median replaces the time at load
+PLANNING_SECONDS = 0.0001  # of the host for each session's plan, until it is timed
 PLAIN_ROUNDS = 4  # plain rounds that are timed first
 PLAIN_EVERY = 256  # rounds after which a plain round is timed again
 FACTOR_PACE = 0.3  # part of a round's ratio, in logarithms, that the machine's common factor takes over
@@ -232,22 +233,26 @@ class MeasuredCosts:
         """Seconds of the host that drafting before a verify adds to a round."""
         if not any(kind == "draft" for kind, _ in self.hosts):
             return self.host
-        return max(self.gap("draft") + self.gap("verify") - self.gap("plain", otherwise="draft"), 0.0)
+        without = self.gap("plain" if any(kind == "plain" for kind, _ in self.hosts) else "draft")
+        return max(self.gap("draft") + self.gap("verify") - without, 0.0)
 
     def host_of_drafting(self, sessions: int) -> float:
         """Return the seconds of a round with a draft before its verify, outside both models."""
         return self.gap("draft", sessions) + self.gap("verify", sessions)
 
-    def gap(self, kind: RunKind, sessions: int = 1, otherwise: RunKind = "plain") -> float:
-        """Return the seconds between the run before and one of this kind, for so many sessions or about as many.
+    def gap(self, kind: RunKind, sessions: int = 1) -> float:
+        """Return the seconds between the run before and one of this kind, for so many sessions.
 
-        If the kind is unknown, those of `otherwise`, or of any that is known.
+        If that was never timed, it follows from the nearest number of sessions: a plan is made for each of them. Plain
+        decoding makes none.
         """
-        if not self.hosts:
-            return 0.0
         size = sessions.bit_length()
-        nearest = min(self.hosts, key=lambda at: (at[0] != kind, at[0] != otherwise, abs(at[1] - size)))
-        return self.hosts[nearest].median
+        known = [at for of, at in self.hosts if of == kind]
+        if not known:
+            return 0.0 if kind == "plain" else PLANNING_SECONDS * sessions
+        nearest = min(known, key=lambda at: abs(at - size))
+        found = self.hosts[kind, nearest].median
+        return found if kind == "plain" else found * 2.0 ** (size - nearest)
 
     @property
     def ahead_saves(self) -> float:

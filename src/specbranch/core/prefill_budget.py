@@ -24,6 +24,7 @@ from specbranch.core.runner import TimesForwards
 # Prompt tokens may make the gap between two tokens of a decoding session this many times as long. The aim is a gap at
 # p99 of at most twice the median.
 LONGEST_ROUND = 1.7
+FORGOTTEN_AFTER = 2  # rounds without prompt tokens
 MOST_PROMPT_TOKENS = 8192  # of a round that also decodes
 TIMES_BEFORE_USE = 3  # rounds of about one size; fewer are not trusted, as the first may include a setup
 ROUNDS_KEPT = 9  # rounds of about one size; their median is the estimate
@@ -87,20 +88,27 @@ class TimesBySize:
 
 
 class CorrectedTable:
-    """What prompt tokens add to a forward: the runner's table, and what each token cost beyond it in the latest rounds.
+    """What prompt tokens add to a round: the runner's table, and what rounds of each padded size took beyond it lately.
 
-    The table knows the padding. It was timed without context, so tokens behind a long context cost more.
+    The table knows the padding. It was timed without context, and without the host: rounds show both. What one prompt
+    has shown is forgotten after it, because the next one has another context.
     """
 
     def __init__(self, table: TimesForwards) -> None:
         self._table = table
-        self._beyond = deque([0.0] * LATEST_ROUNDS, maxlen=LATEST_ROUNDS)  # seconds of a token
+        self._beyond: dict[float, deque[float]] = {}  # by the table's seconds, which tell padded sizes apart
 
     def learn(self, rows: int, tokens: int, seconds: float) -> None:
         """Learn what prompt tokens have added to a round of so many decode rows."""
         usual, forward = self._table.forward_seconds(rows), self._table.forward_seconds(rows, tokens)
         if usual is not None and forward is not None:
-            self._beyond.append((seconds - (forward - usual)) / tokens)
+            # two zeros: one slow round does not count
+            lately = self._beyond.setdefault(forward, deque([0.0] * (LATEST_ROUNDS - 1), maxlen=LATEST_ROUNDS))
+            lately.append(seconds - (forward - usual))
+
+    def forget(self) -> None:
+        """Forget what rounds have shown."""
+        self._beyond.clear()
 
     def most_within(self, allowed: float, rows: int, waiting: Iterable[int]) -> int | None:
         """Return how many prompt tokens add at most `allowed` seconds; None: these rows were not timed.
@@ -111,14 +119,20 @@ class CorrectedTable:
         if usual is None:
             return None
         # A gap may be long for other reasons; the forward by itself is bounded, too.
-        longest, beyond = min(usual + allowed, LONGEST_ROUND * usual), max(median(self._beyond), 0.0)
+        longest = min(usual + allowed, LONGEST_ROUND * usual)
         ends = list(accumulate(sorted(waiting)))  # tokens after which one more prompt can end
 
         def fits(tokens: int) -> bool:
             forward = self._table.forward_seconds(rows + bisect_right(ends, tokens), tokens)
-            return forward is not None and forward + beyond * tokens <= longest
+            return forward is not None and forward + self._beyond_at(forward) <= longest
 
         return _largest(fits, MOST_PROMPT_TOKENS)
+
+    def _beyond_at(self, forward: float) -> float:
+        """Return what a round takes beyond the table: as the next smaller size that was seen, else the next larger."""
+        smaller = [seen for seen in self._beyond if seen <= forward]
+        nearest = max(smaller) if smaller else min(self._beyond, default=None)
+        return 0.0 if nearest is None else max(median(self._beyond[nearest]), 0.0)
 
 
 class PromptCosts:
@@ -135,6 +149,7 @@ class PromptCosts:
         self._corrected = CorrectedTable(table) if table else None
         self._gaps = TimesBySize()  # without prompt tokens, by decode rows
         self._added = TimesBySize()  # what prompt tokens add, by their number
+        self._without_prompts = 0  # rounds in a row
         self._ended: float | None = None  # when the last round of the target ended
         self.tokens_ahead = 0  # prompt tokens of a step that was launched ahead; the next gap includes them
 
@@ -154,6 +169,9 @@ class PromptCosts:
         before, self._ended = self._ended, now
         if before is None or not any(orders.verify for orders in batch.values()):
             return
+        self._without_prompts = 0 if tokens else self._without_prompts + 1
+        if self._corrected and self._without_prompts == FORGOTTEN_AFTER:
+            self._corrected.forget()
         if not tokens:
             self._gaps.add(span.tokens - read, now - before)
         elif (usual := self._usual(span.tokens - read)) is not None:
