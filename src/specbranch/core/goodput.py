@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Literal
 
 Way = Literal["plain", "planned"]
@@ -23,7 +24,7 @@ UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and ju
 DOUBT_GROWTH = 0.005  # of the doubt in the way that is not taken, for each block
 KEPT = 0.95  # of the deviation of the way that is not taken, after each block
 TRIAL_SHARE = 0.01  # of the seconds, that trials of a way that was not seen to be better may lose
-SLOWEST_ROUND = 2.0  # times the expected seconds; a round counts at most that long, as it may include a setup
+SLOWEST_ROUND = 3.0  # times the median; a round counts at most that long, as it may include a setup
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class _Load:
     left: float  # rounds, counted by sessions, until the choice is looked at again
     settling: float = 0.0
     tokens: int = 0
-    seconds: float = 0.0
+    rounds: list[float] = field(default_factory=list)  # seconds of each since the last look
     credit: float = 0.0  # seconds that a trial may lose; below 0: more was lost
     trial: bool = True  # this block tries a way that was not seen to be better
     ways: dict[Way, WaySeen] = field(
@@ -84,25 +85,34 @@ class _Load:
         A way that was seen to be better is taken at once. One that may be better by now is tried if credit is left.
         """
         here, other = self.ways[self.way], self.ways[_other(self.way)]
-        if self.seconds > 0.0:
-            here.take(self.tokens / self.seconds)
+        seconds = _without_setups(self.rounds)
+        if seconds > 0.0:
+            here.take(self.tokens / seconds)
         other.fade()
-        self.credit = min(self.credit + TRIAL_SHARE * self.seconds, self.seconds)
+        self.credit = min(self.credit + TRIAL_SHARE * seconds, seconds)
         self.update(expected)
         seen_better = other.evidence > BETTER_WAY * here.estimate
         may_be_better = other.estimate * (1.0 + other.doubt) > BETTER_WAY * here.estimate
         if seen_better and self.trial:
-            self.credit -= self._loss(here.estimate, other.evidence)
-        tries = may_be_better and not seen_better and self._loss(other.estimate, here.estimate) <= self.credit
+            self.credit -= _loss(seconds, here.estimate, other.evidence)
+        tries = may_be_better and not seen_better and _loss(seconds, other.estimate, here.estimate) <= self.credit
         if seen_better or tries:
             self.way, self.settling = _other(self.way), LEFT_OUT * batch_size
         self.trial = tries
-        self.left, self.tokens, self.seconds = BLOCK_ROUNDS * batch_size, 0, 0.0
+        self.left, self.tokens, self.rounds = BLOCK_ROUNDS * batch_size, 0, []
 
-    def _loss(self, rate: float, best: float) -> float:
-        """Return the seconds that a trial loses at this rate, with the rounds after its beginning that do not count."""
-        trial = self.seconds * (BLOCK_ROUNDS + LEFT_OUT) / BLOCK_ROUNDS
-        return trial * max(1.0 - rate / max(best, 1e-9), 0.0)
+
+def _loss(seconds: float, rate: float, best: float) -> float:
+    """Return the seconds that a trial as long as this block loses, with the rounds after its beginning that do not
+    count."""
+    trial = seconds * (BLOCK_ROUNDS + LEFT_OUT) / BLOCK_ROUNDS
+    return trial * max(1.0 - rate / max(best, 1e-9), 0.0)
+
+
+def _without_setups(rounds: list[float]) -> float:
+    """Return the seconds of some rounds; a round that may include a setup counts as a slow one."""
+    most = SLOWEST_ROUND * median(rounds) if rounds else 0.0
+    return sum(min(seconds, most) for seconds in rounds)
 
 
 class Goodput:
@@ -131,7 +141,7 @@ class Goodput:
             load.settling -= 1
             return
         load.tokens += tokens
-        load.seconds += min(seconds, SLOWEST_ROUND * max(tokens, 1) / max(load.ways[way].expected, 1e-9))
+        load.rounds.append(seconds)
         load.left -= 1
         if load.left <= 0:
             load.look(batch_size, expected())

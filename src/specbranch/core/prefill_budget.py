@@ -23,7 +23,8 @@ from specbranch.core.runner import TimesForwards
 
 # Prompt tokens may make the gap between two tokens of a decoding session this many times as long. The aim is a gap at
 # p99 of at most twice the median.
-LONGEST_ROUND = 1.7
+LONGEST_ROUND = 1.8
+LONGEST_FORWARD = 1.85  # the same for the target's forward by itself
 FORGOTTEN_AFTER = 2  # rounds without prompt tokens
 MOST_PROMPT_TOKENS = 8192  # of a round that also decodes
 TIMES_BEFORE_USE = 3  # rounds of about one size; fewer are not trusted, as the first may include a setup
@@ -118,8 +119,8 @@ class CorrectedTable:
         usual = self._table.forward_seconds(rows) if rows > 0 else None
         if usual is None:
             return None
-        # A gap may be long for other reasons; the forward by itself is bounded, too.
-        longest = min(usual + allowed, LONGEST_ROUND * usual)
+        # A gap may be long for other reasons; so the forward by itself is bounded, too.
+        longest = min(usual + allowed, LONGEST_FORWARD * usual)
         ends = list(accumulate(sorted(waiting)))  # tokens after which one more prompt can end
 
         def fits(tokens: int) -> bool:
