@@ -9,7 +9,7 @@ import pytest
 
 from specbranch.clock.profile import CostProfile
 from specbranch.config import SpeculativeConfig
-from specbranch.core.costs import TIMES_KEPT, Curve, MeasuredCosts, Recent, RunKind
+from specbranch.core.costs import PLANNING_SECONDS, TIMES_KEPT, Curve, MeasuredCosts, Recent, RunKind
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
@@ -266,20 +266,21 @@ def test_a_batch_has_gaps_of_its_own_and_those_of_the_nearest_size_until_then() 
     costs = MeasuredCosts()
     assert costs.gap("plain") == 0.0
     rounds(costs, 3)
-    assert costs.gap("draft", 16) == 3.0
+    assert costs.gap("draft", 16) == 48.0, "a plan is made for each session"
     costs.hosts["draft", (8).bit_length()] = Recent()
     costs.hosts["draft", (8).bit_length()].add(30.0)
-    assert (costs.gap("draft", 16), costs.gap("draft", 8), costs.gap("draft", 1)) == (30.0, 30.0, 3.0)
+    assert (costs.gap("draft", 16), costs.gap("draft", 8), costs.gap("draft", 1)) == (60.0, 30.0, 3.0)
     assert costs.gap("plain", 8) == 1.0, "of the kind, before those of the size"
 
 
-def test_a_kind_that_is_unknown_takes_as_long_as_a_plain_one() -> None:
+def test_planning_takes_a_little_time_until_it_is_timed() -> None:
     costs = MeasuredCosts()
     for at in range(3):
         costs.observe(
             {0: Orders(verify=Verify(Context(9, (1,))))}, {0: Reports(verifying=Span(12 * at, 12 * at + 10, 1))}
         )
-    assert [costs.gap(kind) for kind in get_args(RunKind)] == [2.0] * 4 and costs.draft_host == 2.0
+    planning = [costs.gap(kind, 8) for kind in get_args(RunKind) if kind != "plain"]
+    assert planning == [8 * PLANNING_SECONDS] * 3 and (costs.gap("plain", 8), costs.draft_host) == (2.0, 2.0)
 
 
 def test_a_pause_is_no_time_of_the_host() -> None:
@@ -325,10 +326,10 @@ def test_with_drafts_of_one_length_all_of_it_is_steps() -> None:
     assert costs.step.points == {1: 3.0} and costs.setup == 0.0
 
 
-def test_a_rehearsed_forward_takes_the_median_of_its_times() -> None:
+def test_a_rehearsed_forward_takes_the_shortest_of_its_times() -> None:
     times, costs = RehearsedTimes(), MeasuredCosts()
     for seconds in (90.0, 1.0, 1.5):
         times.take(Reports(verdict=Verdict((), 5), verifying=Span(0.0, seconds, 4)))
     times.take(Reports(verifying=Span(0.0, 9.0, 8)))  # a forward without a verdict is prefill
     times.give(costs)
-    assert costs.target.points == {4: 1.5}
+    assert costs.target.points == {4: 1.0}

@@ -19,10 +19,10 @@ TIMES_KEPT = 15  # latest values that a median is taken of
 SLOPE = 0.05  # share of the seconds of one row that each further row of a target forward adds, until more is timed
 LANE = 0.05  # the same for each further row of a draft step
 MOST_RATIO = 1.5  # a round counts as at most this many times as slow, or as fast, as expected
-LATEST = 15  # rounds of a size whose median counts, the time at load among them
-BELIEVED = 2  # of these, from which on their median replaces the time at load
+LATEST = 31  # rounds of a size whose median counts, the time at load among them
+AT_LOAD = 4  # rounds that the time at load counts as
 PLANNING_SECONDS = 0.0001  # of the host for each session's plan, until it is timed
-PLAIN_ROUNDS = 4  # plain rounds that are timed first
+PLAIN_ROUNDS = 5  # plain rounds that are timed first
 PLAIN_EVERY = 256  # rounds after which a plain round is timed again
 FACTOR_PACE = 0.3  # part of a round's ratio, in logarithms, that the machine's common factor takes over
 MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
@@ -171,19 +171,21 @@ class Curve:
             self._first[rows] = seconds
         return True
 
-    def correct(self, rows: int, seconds: float) -> None:
-        """Take in the seconds of a round, on a machine as fast as at load. The very first of a size may include a
-        setup, and is dropped; then the median of the latest counts, the time at load among them."""
+    def correct(self, rows: int, seconds: float) -> bool:
+        """Take in the seconds of a round, on a machine as fast as at load; returns False for the very first of a size.
+
+        That one may include a setup, and is dropped; then the median of the latest counts, the time at load among them.
+        """
         if rows not in self._latest:
-            self._latest[rows] = deque([self.seconds(rows)], maxlen=LATEST)
-            return
+            self._latest[rows] = deque([self.seconds(rows)] * AT_LOAD, maxlen=LATEST)
+            return False
         self._latest[rows].append(seconds)
-        if len(self._latest[rows]) > BELIEVED:
-            self.set(rows, median(self._latest[rows]))
+        self.set(rows, median(self._latest[rows]))
+        return True
 
     def seen(self, rows: int) -> int:
         """Return how many rounds of a size have come since the load, up to a limit."""
-        return len(self._latest.get(rows, ()))
+        return len(self._latest.get(rows, ())) - AT_LOAD
 
 
 class MeasuredCosts:
@@ -314,9 +316,8 @@ class MeasuredCosts:
             self.slow_downs["draft"].add((seconds - expected) / len(steps))
         elif not self.step.meet(_mean(steps), (seconds / self.factor - self.setup) / len(steps)):
             ratio = seconds / max(expected, 1e-12)
-            for width in set(steps):
-                self.step.correct(width, self.step.seconds(width) * ratio)
-            self._follow(ratio)
+            if all([self.step.correct(width, self.step.seconds(width) * ratio) for width in set(steps)]):
+                self._follow(ratio)
 
     def _verified(self, span: Span, steps: int) -> None:
         """Learn from the target's part of a round; `steps`: draft steps at the same time."""
@@ -326,8 +327,8 @@ class MeasuredCosts:
                 self.slow_downs["target"].add((span.seconds - self.target_seconds(span.tokens)) / steps)
         elif not self.target.meet(rows, span.seconds / self.factor):
             expected = self.target_seconds(span.tokens)
-            self.target.correct(rows, span.seconds / self.factor)
-            self._follow(span.seconds / max(expected, 1e-12))
+            if self.target.correct(rows, span.seconds / self.factor):
+                self._follow(span.seconds / max(expected, 1e-12))
             self._since_plain = 0 if span.tokens == 1 else self._since_plain + 1
 
     def _follow(self, ratio: float) -> None:

@@ -24,7 +24,7 @@ UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and ju
 DOUBT_GROWTH = 0.005  # of the doubt in the way that is not taken, for each block
 KEPT = 0.95  # of the deviation of the way that is not taken, after each block
 TRIAL_SHARE = 0.01  # of the seconds, that trials of a way that was not seen to be better may lose
-SLOWEST_ROUND = 3.0  # times the median; a round counts at most that long, as it may include a setup
+SLOWEST_ROUND = 2.0  # times the median; a round counts at most that long, as it may include a setup
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import math
 import time
 from dataclasses import replace
 from itertools import product, zip_longest
+from statistics import median
 
 from specbranch.config import SamplingParams
 from specbranch.core.costs import MeasuredCosts
@@ -28,7 +29,7 @@ REHEARSED_ROWS = (1, 16, 4, 8, 2, 32, 64)  # the most informative first: time ma
 REHEARSED_WIDTHS = (1, 8, 4, 2)
 REHEARSED_LENGTHS = (2, 6)  # steps of a draft: two lengths, to separate the steps from the setup
 REHEARSAL_TURNS = 5  # repetitions; the shortest time counts
-LEAST_STEP = 0.6  # share of a step in its part of a draft's seconds, at least: noise may show less
+LEAST_STEP = 0.4  # share of a step in its part of a draft's seconds, at least: noise may show less
 WARM_UP_SECONDS = 60.0  # that a draft in another process has for its first round, beyond the round's own wait
 LOOK_EVERY = 0.05  # seconds
 
@@ -141,4 +142,4 @@ class RehearsedTimes:
             least = min(least, max(step, LEAST_STEP * longer / many))
             costs.step.set(width, least)
             setups.append(max(shorter - few * least, 0.0))
-        costs.setup = min(setups, default=0.0)
+        costs.setup = median(setups) if setups else 0.0
