@@ -89,7 +89,8 @@ def test_a_prompt_that_comes_again_is_not_prefilled_again_unless_that_is_wished(
 
 def test_a_trace_is_written(models: list[str], tmp_path: Path, command: Command) -> None:
     file = tmp_path / "trace.json"
-    assert command("generate", PROMPT, *models, "--max-tokens", "12", "--trace", str(file)).code == 0
+    given = ["--max-tokens", "12", "--method", "speculative", "--trace", str(file)]
+    assert command("generate", PROMPT, *models, *given).code == 0
     events = json.loads(file.read_text())["traceEvents"]
     assert {event["cat"] for event in events if event["ph"] == "X"} == {"draft", "target"}
 

@@ -316,7 +316,8 @@ class MeasuredCosts:
             self.slow_downs["draft"].add((seconds - expected) / len(steps))
         elif not self.step.meet(_mean(steps), (seconds / self.factor - self.setup) / len(steps)):
             ratio = seconds / max(expected, 1e-12)
-            if all([self.step.correct(width, self.step.seconds(width) * ratio) for width in set(steps)]):
+            known = [self.step.correct(width, self.step.seconds(width) * ratio) for width in set(steps)]
+            if all(known):
                 self._follow(ratio)
 
     def _verified(self, span: Span, steps: int) -> None:

@@ -166,6 +166,10 @@ class Stats(Fates):
         self.drafted += fates.total
         self.add(fates)
 
+    def judge_plain(self) -> None:
+        """Count a verdict behind which no tree was verified."""
+        self._verified(0, 0, missed=False)
+
     def abandon_tree(self, tree: Tree) -> None:
         """Count the drafted tokens that are left when a tree is dropped."""
         left = sum(node.scored and not node.sent for node in tree.nodes)

@@ -155,8 +155,11 @@ def _absorb(
     last_token = tree.nodes[path[taken - 1]].token if ended_on_path else verdict.token
     session.stats.end_round()
     planner.accept(tree, path)
-    deferred.add(session.stats.judge_tree, tree, verified, path, bonus, taken)
-    deferred.add(planner.record_verdict, tree, path[: taken - 1], last_token)
+    if len(tree):
+        deferred.add(session.stats.judge_tree, tree, verified, path, bonus, taken)
+        deferred.add(planner.record_verdict, tree, path[: taken - 1], last_token)
+    else:
+        deferred.add(session.stats.judge_plain)
     planner.record_forwards(orders, reports, taken, session.take_waited())
     return below(tree, bonus) if bonus is not None and not ended_on_path else NO_TREE
 
