@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from specbranch.core.arms import ArmRound
+from specbranch.core.arms import Arm, ArmRound
 from specbranch.core.market import LaneGrant, RowGrant
 from specbranch.core.orders import Deferred, Orders, Reports
 from specbranch.core.planner import Planner
@@ -41,13 +41,22 @@ def _decode(session: Session, planner: Planner, deferred: Deferred) -> MethodRou
     while not session.finished:
         batch_size, last_end, emitted = session.batch_size, session.now, session.stats.emitted
         way = planner.choose(len(session.tokens), batch_size, tree, session.unsent)
-        if way == "plain":
+        if way == "plain" and tree is not NO_TREE:
             deferred.add(session.stats.abandon_tree, tree)  # a plain round keeps no tree
+            tree = NO_TREE
+        if way == "plain" and batch_size > 1:
+            yield from _plain_round_in_batch(session, deferred)
+            planned = None
+        elif way == "plain":
             tree, planned = yield from _plain_round(session, planner, deferred)
         else:
             tree, planned = yield from _planned_round(session, planner, tree, deferred)
         tokens, seconds = session.stats.emitted - emitted, session.now - last_end
-        deferred.add(_count_arm, session, planner, planned, tokens, seconds)
+        if planned is None:
+            for arms in (session.stats.arms, planner.experience.arms):
+                arms.add("plain", Arm(1, tokens, seconds))
+        else:
+            deferred.add(_count_arm, session, planner, planned, tokens, seconds)
         planner.record_round(batch_size, way, tokens, seconds)
     deferred.add(session.stats.abandon_tree, tree)
 
@@ -114,6 +123,16 @@ def _plain_round(session: Session, planner: Planner, deferred: Deferred) -> Tree
     reports = yield orders
     deferred.run()
     return _absorb(session, planner, NO_TREE, [], orders, reports, deferred), planned
+
+
+def _plain_round_in_batch(session: Session, deferred: Deferred) -> MethodRounds:
+    """Decode one token as plain decoding does: in a large batch every microsecond of a session counts."""
+    reports = yield Orders(verify=session.verify_plainly(), deferred=deferred)
+    deferred.run()
+    session.commit((), verdict_of(reports))
+    session.stats.end_round()
+    session.stats.judge_plain()
+    session.take_waited()
 
 
 def _if_room(session: Session, growth: Growth | None) -> Growth | None:
