@@ -40,11 +40,18 @@ def rehearsed(costs: MeasuredCosts, has_draft: bool) -> bool:
 
 
 def rehearse(
-    executor: Executor, costs: MeasuredCosts, vocabulary: int, has_draft: bool, seconds: float, set_up: bool = False
+    executor: Executor,
+    costs: MeasuredCosts,
+    vocabulary: int,
+    has_draft: bool,
+    seconds: float,
+    set_up: bool = False,
+    turns: int | None = None,
 ) -> None:
     """Time rounds of chosen sizes for about `seconds` at most; slow or small models get fewer of them.
 
-    `set_up`: the first round of each size captures a graph or the like. These rounds run before, untimed.
+    `set_up`: the first round of each size captures a graph or the like. These rounds run before, untimed. `turns`:
+    repetitions, REHEARSAL_TURNS by default.
     """
     on = Context(0, tuple(token % vocabulary for token in REHEARSAL_PROMPT))
     try:
@@ -55,7 +62,7 @@ def rehearse(
             _warm_up(executor, orders, on)
         times = RehearsedTimes()
         over, longest = executor.now() + seconds, 0.0
-        for orders in _trials(on, has_draft) * REHEARSAL_TURNS:
+        for orders in _trials(on, has_draft) * (turns or REHEARSAL_TURNS):
             start = executor.now()
             if start + longest > over:
                 break

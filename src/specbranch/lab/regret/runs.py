@@ -25,6 +25,7 @@ from specbranch.lab.replay.decode import Diverged
 
 PLAIN_ARM = "plain"
 LAB_REHEARSAL_SECONDS = 60.0  # on the machine's clock; all sizes get their turns
+LAB_REHEARSAL_TURNS = 3
 ARMS: dict[str, SpeculativeConfig] = {
     PLAIN_ARM: SpeculativeConfig(method=PLAIN),
     "lookup": SpeculativeConfig(method="lookup"),
@@ -118,7 +119,8 @@ class CaseRun:
         self._sessions: list[Session] = []
         self._ended = 0  # tokens of earlier batches
         if one.learns_costs and self.experience.learned is not None:  # as an engine does when it loads
-            rehearse(self.clock, self.experience.learned, scripts.vocabulary, True, LAB_REHEARSAL_SECONDS, set_up=True)
+            costs = self.experience.learned
+            rehearse(self.clock, costs, scripts.vocabulary, True, LAB_REHEARSAL_SECONDS, True, LAB_REHEARSAL_TURNS)
 
     def run(self) -> Run:
         """Decode all batches."""
