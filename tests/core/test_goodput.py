@@ -114,7 +114,7 @@ def test_rounds_of_the_other_way_and_those_right_after_a_change_do_not_count() -
     assert goodput.choose(BATCH, lambda: model) == "planned"
     for _ in range(LEFT_OUT * BATCH):  # the draft catches up
         goodput.record(BATCH, "planned", 1, 1.0, lambda: model)
-    for _ in range(100 * BATCH):  # begun before the choice
+    for _ in range(100 * BATCH):  # started before the choice
         goodput.record(BATCH, "plain", 1, 1.0, lambda: model)
     for _ in range(BLOCK_ROUNDS * BATCH):
         goodput.record(BATCH, "planned", 2, 2 / 130.0, lambda: model)

@@ -96,14 +96,14 @@ class Jit:
         return self.run(*args, grid=(1,), warmup=False, **kwargs)
 
 
-def begun(launchers: list[Any] | None = None) -> Compilation:
+def started(launchers: list[Any] | None = None) -> Compilation:
     kept = [] if launchers is None else launchers
     return Compilation(Jit, Mode, ACTIVE, lambda src, metadata: kept.append(src))
 
 
 def test_a_collected_step_compiles_in_threads_and_launches_nothing() -> None:
     launchers: list[Any] = []
-    compilation, kernel, x = begun(launchers), Jit(), torch.zeros(4)
+    compilation, kernel, x = started(launchers), Jit(), torch.zeros(4)
     with compilation.collecting() as found:
         kernel(x, 4, WIDE=True)
         kernel(x, 1, WIDE=True)
@@ -119,7 +119,7 @@ def test_a_collected_step_compiles_in_threads_and_launches_nothing() -> None:
 
 
 def test_launches_that_differ_in_their_addresses_only_ask_triton_once() -> None:
-    compilation, kernel = begun(), Jit()
+    compilation, kernel = started(), Jit()
     with compilation.collecting() as found:
         for _ in range(30):
             kernel(torch.zeros(4), 4, torch.zeros(8))
@@ -128,7 +128,7 @@ def test_launches_that_differ_in_their_addresses_only_ask_triton_once() -> None:
 
 
 def test_other_threads_launch_as_ever() -> None:
-    compilation, kernel = begun(), Jit()
+    compilation, kernel = started(), Jit()
     with compilation.collecting() as found:
         other = threading.Thread(target=kernel, args=(torch.zeros(4), 4))
         other.start()
@@ -138,7 +138,7 @@ def test_other_threads_launch_as_ever() -> None:
 
 
 def test_after_an_error_kernels_are_launched_again() -> None:
-    compilation, kernel, run = begun(), Jit(), Jit.run
+    compilation, kernel, run = started(), Jit(), Jit.run
     with pytest.raises(KeyboardInterrupt), compilation.collecting():
         raise KeyboardInterrupt
     compilation.cancel()
@@ -148,7 +148,7 @@ def test_after_an_error_kernels_are_launched_again() -> None:
 
 
 def test_a_kernel_that_does_not_compile_raises_when_it_is_launched() -> None:
-    compilation, kernel = begun(), Jit(broken=True)
+    compilation, kernel = started(), Jit(broken=True)
     with compilation.collecting() as found:
         kernel(torch.zeros(4), 4)
     compilation.finish()

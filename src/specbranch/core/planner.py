@@ -126,7 +126,7 @@ class Planner:
         return self._can_draft and self.costs.knows_target and self.costs.knows_draft
 
     def choose(self, context: int, batch_size: int, tree: Tree, uncomputed: int) -> Way:
-        """Choose how to decode the next round, after `context` tokens; a planned one is begun with that.
+        """Choose how to decode the next round, after `context` tokens; a planned one starts with that.
 
         In a batch the choice goes by goodput. A lone session plans unless a plan would do nothing.
         """
