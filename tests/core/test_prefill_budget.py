@@ -90,20 +90,17 @@ def gaps_while_read(device: LongContext, prompt: int, ahead: bool, hiccup: int =
         before, seconds = (taken, read), device.gap(tokens, context) + 0.05 * (len(gaps) == hiccup)
         gaps.append((tokens, seconds))
         now += seconds
-        batch = {0: Orders(verify=Verify(Context(9, (1,))))}
         span = Span(now - seconds, now, 16 + taken, {1: PrefillCount(taken)} if taken else {})
-        costs.observe(batch, {0: Reports(verifying=span)}, now, ahead)
+        costs.observe(span, True, now, ahead)
     return [gap for gap in gaps if gap[0]]
 
 
 def observed(costs: PromptCosts, rows: int, tokens: int, seconds: float) -> None:
     """Have the costs see a round of one decoding session and one that prefills, just behind another round."""
-    decoding = Orders(verify=Verify(Context(9, (1,))))
-    batch = {0: decoding, 1: Orders(prefill=Prefill(Context(0, (1,) * tokens), tokens))} if tokens else {0: decoding}
     now = 10.0 if costs._ended is None else costs._ended
     costs._ended = now
     span = Span(now, now + seconds, rows + tokens, {1: PrefillCount(tokens)} if tokens else {})
-    costs.observe(batch, {number: Reports(verifying=span) for number in batch}, now + seconds)
+    costs.observe(span, True, now + seconds)
 
 
 def timed(rows: int, seconds: float) -> PromptCosts:
@@ -154,8 +151,7 @@ def test_a_pause_is_no_gap() -> None:
     costs = timed(8, 0.1)
     for _ in range(9):
         costs.pause()
-        batch = {0: Orders(verify=Verify(Context(9, (1,))))}
-        costs.observe(batch, {0: Reports(verifying=Span(0.0, 50.0, 8))}, 1000.0)
+        costs.observe(Span(0.0, 50.0, 8), True, 1000.0)
     for _ in range(3):
         observed(costs, 8, 64, 0.12)
     assert costs.most_tokens(8) == 128
@@ -297,29 +293,6 @@ def test_a_session_alone_waits_for_its_draft() -> None:
     assert orders.verify is None and orders.prefill is not None and isinstance(orders.draft, Prefill)
 
 
-def test_a_new_prompt_does_not_discard_a_step_that_was_launched_ahead() -> None:
-    executor = OneForward(toy(1), gpu_like)
-    limits = RoundLimits(prefill_chunk=1, prompt_tokens=64)
-    loop = Loop(executor, costs=MeasuredCosts(launches_ahead=True), limits=limits)
-    first = joined(loop, 0, 3)
-    for _ in range(3):
-        loop.step()
-    new, hints = joined(loop, 1, 20), list[bool]()
-    first.on_round = lambda orders, *_: hints.append(orders.verify is not None and orders.verify.goes_on)
-    executor.rounds.clear()
-    for _ in range(3):
-        loop.step()
-    # the prompt goes with the step that is launched ahead, and decodes from the next round on
-    assert [one[:2] for one in executor.rounds] == [(1, 19), (2, 0), (2, 0)]
-    assert hints == [True, True, True] and len(new.output) == 2 and len(first.output) == 6
-    long = joined(loop, 2, 300)
-    executor.rounds.clear()
-    while not long.output:
-        loop.step()
-    tokens = [tokens for _, tokens, _ in executor.rounds]
-    assert tokens[0] > 0 and sum(tokens) == 299 and tokens[-1] == 0
-
-
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("decoding", range(1, 64, 3))
 def test_with_a_table_no_forward_with_prompts_takes_twice_as_long_from_the_first_round_on(
@@ -334,22 +307,6 @@ def test_with_a_table_no_forward_with_prompts_takes_twice_as_long_from_the_first
     ending = min(tokens // 39, 64 - decoding)
     seconds, usual = table.forward_seconds(decoding + ending, tokens), table.forward_seconds(decoding)
     assert tokens >= 128 and seconds is not None and usual is not None and seconds <= 2 * usual
-
-
-def test_a_request_that_ends_does_not_keep_the_next_step_of_the_others_from_being_launched() -> None:
-    executor = OneForward(toy(1), gpu_like)
-    limits = RoundLimits(prefill_chunk=1, prompt_tokens=64)
-    loop = Loop(executor, costs=MeasuredCosts(launches_ahead=True), limits=limits)
-    short, long = joined(loop, 0, 3), joined(loop, 1, 3)
-    short.limit = len(short.tokens) + 3
-    while not short.finished:
-        loop.step()
-    joined(loop, 2, 20)
-    executor.rounds.clear()
-    for _ in range(2):
-        loop.step()
-    # the prompt that takes its place goes with the step that is launched ahead
-    assert [one[:2] for one in executor.rounds] == [(1, 19), (2, 0)] and not long.finished
 
 
 def test_prompts_take_turns() -> None:
@@ -412,12 +369,11 @@ def test_texts_do_not_depend_on_the_budget() -> None:
 
 def test_prompt_tokens_that_go_with_the_next_step_count_for_the_next_gap() -> None:
     costs = timed(8, 0.005)
-    decoding, now = Orders(verify=Verify(Context(9, (1,)))), costs._ended or 0.0
+    now = costs._ended or 0.0
     for seconds, tokens in ((0.005, 100), (0.009, 100), (0.009, 100), (0.009, 0), (0.005, 0)):
-        batch = {0: decoding} | ({1: Orders(prefill=Prefill(Context(0, (1,) * tokens), tokens))} if tokens else {})
         span = Span(now, now + seconds, 8 + tokens, {1: PrefillCount(tokens)} if tokens else {})
         now += seconds
-        costs.observe(batch, {number: Reports(verifying=span) for number in batch}, now, ahead=tokens > 0)
+        costs.observe(span, True, now, ahead=tokens > 0)
     assert costs.tokens_ahead == 0
     assert costs._added.points() == [(100, pytest.approx(0.004))]
     assert costs._gaps.points() == [(8, pytest.approx(0.005))]

@@ -15,6 +15,7 @@ import pytest
 
 import toybench
 from paged_toys import PagedToyRunner
+from plain_toys import PlainPagedToyRunner, PlainToyRunner
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import Rule, SpeculativeConfig
@@ -89,9 +90,19 @@ def deferred_toy(kv_slots: int | None) -> ToyRunner:
     return runner
 
 
+def plain_toy(kv_slots: int | None) -> ToyRunner:
+    """A toy that decodes a batch plainly, with one step launched ahead."""
+    if kv_slots is not None:
+        return PlainPagedToyRunner(law(), kv_slots, page=1, prefill_chunk=CHUNK, context_length=CONTEXT)
+    runner = PlainToyRunner(law(), CONTEXT)
+    runner.prefill_chunk = CHUNK
+    return runner
+
+
 def executors(kv_slots: int | None, draft_kv_slots: int | None = None) -> dict[str, Callable[[], Executor]]:
     return {
         "serial": lambda: Serial(Verifier(toy(kv_slots=kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
+        "plain": lambda: Serial(Verifier(plain_toy(kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
         "process": lambda: Process(Verifier(toy(kv_slots=kv_slots)), drafter_recipe(DRIFT)),
         "streams": lambda: Streams(Verifier(deferred_toy(kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
         "clock": lambda: VirtualClock(
@@ -193,7 +204,7 @@ MEMORIES: dict[str, tuple[int | None, int | None, tuple[Rule, ...]]] = {
 
 @each_value
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("kind", tiered(("serial", "process", "streams", "clock"), "clock".__ne__))
+@pytest.mark.parametrize("kind", tiered(("serial", "plain", "process", "streams", "clock"), "clock".__ne__))
 def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(kind: str, memory: str) -> None:
     kv_slots, draft_kv_slots, rules = MEMORIES[memory]
     executor = executors(kv_slots, draft_kv_slots)[kind]()

@@ -38,7 +38,7 @@ class CountingRunner(GpuRunner):
     def _results(self, work: Sequence[Feed], *given: Any) -> Any:
         ahead = self._ahead
         found = super()._results(work, *given)
-        right = ahead is not None and found[0] is ahead.results
+        right = ahead is not None and found is ahead.results
         self.received_right += right and isinstance(ahead, Received)
         self.followed_right += right and isinstance(ahead, Followed)
         return found

@@ -103,6 +103,8 @@ class MeteredDrafter(Drafter):
 class VirtualClock(Serial):
     """Both models on a virtual clock, in seconds since it was made."""
 
+    decodes_plainly = False  # every round is charged by its orders
+
     def __init__(self, target: Verifier, draft: MeteredDrafter | None, profile: CostProfile) -> None:
         super().__init__(target, draft, lambda: self._now)
         self.profile = profile

@@ -305,6 +305,13 @@ class MeasuredCosts:
         self._between(spans, _kind_of(orders, self._drafted_before), len(orders))
         self._drafted_before = verifying is None
 
+    def observe_plain(self, span: Span, sessions: int, prefilled: bool) -> None:
+        """Learn from a round of plain decoding of so many sessions; `prefilled` as for `observe`."""
+        if not prefilled:
+            self._verified(span, 0)
+        self._between([span], "plain", sessions)
+        self._drafted_before = False
+
     def _rows(self, rows: int) -> int:
         """Return the number of rows with which a target forward is computed."""
         return self._padded(rows) if self._padded is not None else rows

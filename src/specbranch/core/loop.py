@@ -10,7 +10,7 @@ others' tokens. An interrupted step can be repeated, because an executor can car
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -18,20 +18,14 @@ from specbranch.core.costs import MeasuredCosts
 from specbranch.core.market import Grant, LaneOffer, RowOffer, granted, let_draft
 from specbranch.core.members import Member
 from specbranch.core.methods import MethodRounds
-from specbranch.core.orders import Orders, Prefill, Reports
-from specbranch.core.prefill_budget import (
-    Prefills,
-    PromptCosts,
-    RoundLimits,
-    launches_ahead,
-    rows_of,
-    without_launch_ahead,
-)
+from specbranch.core.orders import Orders, Prefill, Reports, Span, Verdict
+from specbranch.core.plain_rounds import PlainBatch, PlainOrders, PlainReports, PlainRounds, going_on
+from specbranch.core.prefill_budget import Prefills, PromptCosts, RoundLimits, rows_of
 from specbranch.core.request import Request
-from specbranch.core.runner import TimesForwards
+from specbranch.core.runner import NO_TOKEN, TimesForwards
 from specbranch.core.session import RoundWatcher, Session
 from specbranch.core.trace import Trace
-from specbranch.errors import PoolFull, SpecBranchError
+from specbranch.errors import PoolFull, SpecBranchError, not_finite
 
 log = logging.getLogger("specbranch")
 
@@ -128,7 +122,7 @@ class Loop:
         self.out_of_pages: dict[int, PoolFull] = {}  # the sessions that found no free page in the last round
         self._live: dict[int, Member] = {}
         self._preempted: dict[int, Member] = {}
-        self._launched: frozenset[int] = frozenset()  # sessions whose next step runs on the device already
+        self._plain = PlainRounds(executor)
 
     @property
     def limits(self) -> RoundLimits:
@@ -162,7 +156,8 @@ class Loop:
         except BaseException:
             self.executor.free(session.number)
             raise
-        self._live[session.number] = Member(session, method, self._prefills.next_turn(), first)
+        member = self._live[session.number] = Member(session, method, self._prefills.next_turn(), first)
+        member.take(first)
 
     def step(self) -> list[Session]:
         """Run one round; returns the sessions that took part.
@@ -173,26 +168,121 @@ class Loop:
         restarts, late, self.out_of_pages = self.executor.restarts, self.executor.late_captures, {}
         for member in self._live.values():
             member.session.batch_size = len(self._live)
+        started = self.executor.now()
+        took_part = self._plain_round()
+        if took_part is None:
+            took_part = self._ordered_round()
+        seconds, restarts = self.executor.now() - started, self.executor.restarts - restarts
+        self._count_waiting(took_part, seconds, restarts)
+        if captured := self.executor.late_captures - late:
+            for session in took_part:
+                session.stats.late_captures += captured
+        return took_part
+
+    def _ordered_round(self) -> list[Session]:
+        """Run one round of what the methods order; returns the sessions that took part."""
+        for member in self._live.values():
+            member.renew()
         self._grant_lanes()
         self._skip_late_drafts()
         batch = self._draft_only_batch() or self._target_batch()
         if not batch:
             return []
-        started = self.executor.now()
         reports = self._run(batch)
-        taken_ahead = bool(self._launched) and self._launched >= {n for n, orders in batch.items() if orders.verify}
-        self._note_launched(batch, reports)
         if self.costs is not None:
             self.costs.observe(batch, reports, prefilled=self._prefills.costs.tokens_ahead > 0)
-        ahead = taken_ahead and bool(self._launched)  # then prompt tokens go with the step that was launched now
-        self._prefills.costs.observe(batch, reports, self.executor.now(), ahead)
-        self._count_waiting(batch, self.executor.now() - started, self.executor.restarts - restarts)
-        for number in reports:
-            self._live[number].session.stats.late_captures += self.executor.late_captures - late
+        verifying = next((report.verifying for report in reports.values() if report.verifying), None)
+        decodes = any(orders.verify for orders in batch.values())
+        self._prefills.costs.observe(verifying, decodes, self.executor.now())
         took_part = [self._live[number].session for number in reports]
         for number, report in reports.items():
             self._deliver(self._live[number], batch[number], report)
         return took_part
+
+    def _plain_round(self) -> list[Session] | None:
+        """Run one round of plain decoding for the whole batch; None: it is a round of what the methods order."""
+        chunked = self.limits.prompt_tokens is not None
+        batch = self._plain.batch(self._live.values(), chunked)
+        if batch is None:
+            return None
+        prefills = self._prefills.beside_plain(batch.prefilling, len(batch.decoding))
+        if any(orders.draft for orders in prefills.values()):
+            return None
+        reports = self._run_plain(batch, prefills)
+        if reports is None:
+            return None
+        self._learn_plain(reports, len(batch.decoding))
+        return self._deliver_plain(batch, prefills, reports)
+
+    def _run_plain(self, batch: PlainBatch, prefills: Mapping[int, Orders]) -> PlainReports | None:
+        """Run a round of plain decoding; None: an error, which a round of orders will trace to its session."""
+        assert self._plain.executor is not None
+        texts = {member.session.number: member.session.tokens for member in batch.decoding}
+        asked = {number: orders.prefill for number, orders in prefills.items() if orders.prefill is not None}
+
+        def meanwhile() -> None:
+            for member in batch.decoding:
+                if isinstance(member.wants, Orders) and member.wants.deferred is not None:
+                    member.wants.deferred.attempt()
+
+        self._plain.launched = frozenset()
+        try:
+            reports = self._plain.executor.decode(PlainOrders(texts, going_on(batch), asked, meanwhile))
+        except Exception as error:
+            log.debug("A round of plain decoding failed, and is ordered session by session.", exc_info=error)
+            return None
+        if reports is not None:
+            self._plain.launched = reports.launched
+        return reports
+
+    def _learn_plain(self, reports: PlainReports, sessions: int) -> None:
+        """Learn the costs of a round of plain decoding."""
+        read = any(count.read for count in reports.span.prompts.values())
+        if self.costs is not None:
+            prefilled = self._prefills.costs.tokens_ahead > 0 or (read and not reports.ahead)
+            self.costs.observe_plain(reports.span, sessions, prefilled)
+        ahead = reports.ahead and bool(reports.launched)  # then prompt tokens go with the step that was launched now
+        self._prefills.costs.observe(reports.span, True, self.executor.now(), ahead)
+
+    def _deliver_plain(self, batch: PlainBatch, prefills: Mapping[int, Orders], reports: PlainReports) -> list[Session]:
+        """Hand tokens of plain decoding to their sessions, and what was prefilled to the others."""
+        span, now, took_part = reports.span, self.executor.now(), list[Session]()
+        for member in batch.decoding:
+            session = member.session
+            if (error := reports.failed.get(session.number)) is not None:
+                took_part.append(session)
+                self._deliver(member, Orders(), Reports(error=error, verifying=span))
+            elif (token := reports.tokens.get(session.number)) is not None:
+                took_part.append(session)
+                session.now = now
+                self._take_token(member, token, span)
+        for number, orders in prefills.items():
+            member = self._live[number]
+            took_part.append(member.session)
+            found = Reports(verifying=span, reached=reports.reached.get(number), error=reports.failed.get(number))
+            self._deliver(member, orders, found)
+        return took_part
+
+    def _take_token(self, member: Member, token: int, span: Span) -> None:
+        """Give a session a token of plain decoding; its method hears of the last one of its plain rounds."""
+        session = member.session
+        if token == NO_TOKEN:
+            session.fail(not_finite("the target"))
+        elif member.plain_rounds > 1 and self.trace is None and session.stats.emitted:
+            try:
+                member.commit(token, span.seconds)
+            except Exception as error:
+                _fail(session, error)
+            if session.on_round:
+                reports = Reports(verdict=Verdict((), token), verifying=span)
+                _call_watcher(session, session.on_round, Orders(), reports, 1)
+        else:
+            member.renew()
+            assert member.orders is not None
+            self._deliver(member, member.orders, Reports(verdict=Verdict((), token), verifying=span))
+            return
+        if session.finished:
+            self.remove(session)
 
     def preempt(self, session: Session) -> None:
         """Free a live session's KV cache; its orders stand, and run once it is resumed."""
@@ -236,10 +326,13 @@ class Loop:
         self.closed = True
         self.executor.close()
 
-    def _count_waiting(self, batch: Mapping[int, Orders], seconds: float, restarts: int) -> None:
-        """Count the seconds of a round for each decoding session outside its batch, and draft restarts for all."""
+    def _count_waiting(self, took_part: Sequence[Session], seconds: float, restarts: int) -> None:
+        """Count the seconds of a round for each decoding session outside it, and draft restarts for all."""
+        if len(took_part) >= len(self._live) and not restarts:
+            return
+        numbers = {session.number for session in took_part}
         for number, member in self._live.items():
-            if number not in batch and member.prefill_done:
+            if number not in numbers and member.prefill_done:
                 member.session.waited += seconds
             member.session.stats.draft_restarts += restarts
 
@@ -282,30 +375,7 @@ class Loop:
         self._grant_rows()
         batch = {number: member.orders for number, member in self._ready().items() if member.orders}
         members = [member for member in self._live.values() if not member.paused]
-        launched = {number: orders for number, orders in batch.items() if number in self._launched}
-        if not launched or not launches_ahead(launched):
-            return self._prefills.add(batch, members)
-        if len(launched) < len(batch):
-            # Other rows would discard the step that the device computes already: they wait for one round.
-            return without_launch_ahead(launched)
-        return self._prefills.add(batch, members, ahead=True)
-
-    def _note_launched(self, batch: Mapping[int, Orders], reports: Mapping[int, Reports]) -> None:
-        """Note the sessions whose next step a device has launched with this round of the target.
-
-        These are sessions that decode, and those whose prompt has ended in this round.
-        """
-        verifies = {number: orders for number, orders in batch.items() if orders.verify}
-        prefills = {number: orders.prefill for number, orders in batch.items() if orders.prefill}
-        if self.costs is None or not self.costs.launches_ahead or not (verifies or prefills):
-            return
-        joined = {
-            number
-            for number, order in prefills.items()
-            if order.last is not None and number in reports and reports[number].reached == len(order.on)
-        }
-        going_on = {number for number, orders in verifies.items() if orders.verify and orders.verify.goes_on}
-        self._launched = frozenset(going_on | joined if verifies and launches_ahead(verifies) else ())
+        return self._prefills.add(batch, members)
 
     def _deliver(self, member: Member, orders: Orders, reports: Reports) -> None:
         """Hand a session its reports. An error here ends this session alone; the others still get theirs."""
@@ -345,7 +415,7 @@ class Loop:
             session.fail(received.error)
             return
         try:
-            member.wants = member.method.send(received)
+            member.take(member.method.send(received))
         except StopIteration:
             if not session.finished:
                 session.fail(RuntimeError("the method ended before its session"))

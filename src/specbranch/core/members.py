@@ -6,7 +6,7 @@ Owns the state of a session between two rounds. Does not own which orders run (`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specbranch.core.costs import MOST_UNCOMPUTED
 from specbranch.core.market import Offer
@@ -23,11 +23,31 @@ class Member:
     method: MethodRounds
     prefill_turn: int  # prefill goes round-robin: the lowest turn is next
     wants: Orders | Offer
+    plain_rounds: int = 0  # that the loop may make before it asks the method again
+    committed: bool = False  # plain rounds have committed tokens since `wants` was made
+    decodes: bool = False  # the executor can decode it in a plain batch
     prefilled: int = 0  # tokens in the target's KV cache, until `prefill_done`
     prefill_done: bool = False  # the target has verified once: each verify order computes all tokens before it
     draft_prefilled: int = 0  # tokens in the draft's KV cache
     draft_behind: bool = False  # the method asked for a draft, and the draft has to prefill first
     paused: bool = False  # its consumer does not take tokens at present
+
+    def take(self, wants: Orders | Offer) -> None:
+        """Note what its method asks for."""
+        self.wants, self.committed = wants, False
+        self.plain_rounds = wants.plain_rounds if isinstance(wants, Orders) else 0
+
+    def commit(self, token: int, seconds: float) -> None:
+        """Commit a token of a plain round, of which its method does not hear."""
+        self.session.commit_plain(token, seconds)
+        self.plain_rounds -= 1
+        self.prefill_done = self.committed = True
+
+    def renew(self) -> None:
+        """Bring its orders up to date: plain rounds have committed tokens since they were made."""
+        if self.committed and isinstance(self.wants, Orders):
+            verify = self.session.verify_plainly()
+            self.wants, self.committed = replace(self.wants, verify=verify, plain_rounds=self.plain_rounds), False
 
     @property
     def orders(self) -> Orders | None:

@@ -206,6 +206,11 @@ class Verify:
     ends: bool = False
 
     @property
+    def is_plain(self) -> bool:
+        """True if it asks for the next token alone, and nothing is launched behind it but one more."""
+        return not self.tokens and self.aside is None and self.allowed is None and self.follows is None
+
+    @property
     def is_chain(self) -> bool:
         """True if every token has the one before it as its parent."""
         return self.parents is None or self.parents == tuple(range(-1, len(self.tokens) - 1))
@@ -328,7 +333,8 @@ class Orders:
     """One session's orders for one round; any may be absent.
 
     `prefill` is for the target, and comes without `verify`. An executor that waits for a device may run the `deferred`
-    tasks first. `planned` is the round of a method that plans, for statistics and traces.
+    tasks first. `planned` is the round of a method that plans, for statistics and traces. `plain_rounds`: how many
+    rounds of plain decoding, this one included, the loop may make before it reports the last of them.
     """
 
     draft: DraftOrder | None = None
@@ -336,6 +342,7 @@ class Orders:
     deferred: Deferred | None = field(default=None, repr=False, compare=False)
     prefill: Prefill | None = None
     planned: ArmRound | None = field(default=None, repr=False, compare=False)
+    plain_rounds: int = field(default=1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

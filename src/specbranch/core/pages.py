@@ -214,6 +214,11 @@ class PageTable:
             if known is not None and known.kv_slots > max(start - at * size, 0):
                 pool.forget(self.pages[at])
 
+    def is_writable(self, kv_slot: int) -> bool:
+        """True if a KV slot is allocated, and on a page of this table alone."""
+        at = kv_slot // self.pool.size
+        return at < len(self.pages) and not self.pool.is_shared(self.pages[at])
+
     def reserve(self, start: int, stop: int, copy: Callable[[list[Copy]], None]) -> None:
         """Allocate up to `stop`, and make the KV slots from `start` on writable; or raise PoolFull and change
         nothing."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from statistics import median
@@ -18,7 +18,7 @@ from statistics import median
 from specbranch.core.costs import MeasuredCosts, seconds_at
 from specbranch.core.market import MOST_LANES, MOST_ROWS
 from specbranch.core.members import Member
-from specbranch.core.orders import Orders, Reports, Verify
+from specbranch.core.orders import Orders, Span, Verify
 from specbranch.core.runner import TimesForwards
 
 # Prompt tokens may make the gap between two tokens of a decoding session this many times as long. The aim is a gap at
@@ -158,17 +158,17 @@ class PromptCosts:
         """Note an idle pause: the time to the next round is no gap."""
         self._ended = None
 
-    def observe(
-        self, batch: Mapping[int, Orders], reports: Mapping[int, Reports], now: float, ahead: bool = False
-    ) -> None:
-        """Learn from a round that has just ended; `ahead`: its prompt tokens go with the next round's step."""
-        span = next((report.verifying for report in reports.values() if report.verifying), None)
+    def observe(self, span: Span | None, decodes: bool, now: float, ahead: bool = False) -> None:
+        """Learn from a round that has just ended; `span`: the target's work in it, None: it had none.
+
+        `decodes`: some session decoded in it. `ahead`: its prompt tokens go with the next round's step.
+        """
         if span is None:  # drafting counts as a part of the next gap
             return
         read = sum(prompt.read for prompt in span.prompts.values())
         tokens, self.tokens_ahead = self.tokens_ahead + (0 if ahead else read), read if ahead else 0
         before, self._ended = self._ended, now
-        if before is None or not any(orders.verify for orders in batch.values()):
+        if before is None or not decodes:
             return
         self._without_prompts = 0 if tokens else self._without_prompts + 1
         if self._corrected and self._without_prompts == FORGOTTEN_AFTER:
@@ -220,28 +220,46 @@ class Prefills:
         """Return the next turn of prefill."""
         return next(self._turns)
 
-    def add(self, batch: dict[int, Orders], members: Sequence[Member], ahead: bool = False) -> dict[int, Orders]:
-        """Return the orders of a target round: those of `batch`, and prefill for the other members.
+    def add(self, batch: dict[int, Orders], members: Sequence[Member]) -> dict[int, Orders]:
+        """Return the orders of a target round: those of `batch`, and prefill for the other members."""
+        decoding = [member for member in members if member.session.number in batch]
+        others = [member for member in members if member.session.number not in batch]
+        draft = self._add(batch, others, len(batch), rows_of(batch.values()), len(members) == 1, joins=False)
+        self._prefill_late_drafts(sorted(decoding, key=_turn), batch, draft)
+        return batch
 
-        `ahead`: the device has launched the step of `batch` already. So the others only prefill, and a prompt that ends
-        joins the step that is launched with this round.
+    def beside_plain(self, members: Sequence[Member], decoding: int) -> dict[int, Orders]:
+        """Return prefill orders for members, in a round in which `decoding` others decode plainly.
+
+        A prompt that ends joins the step that is launched with this round.
         """
-        waiting = [member.uncomputed for member in members if member.session.number not in batch]
-        target, draft = self._budgets(batch, waiting)
-        by_turn = sorted(members, key=lambda member: member.prefill_turn)
-        decoding = [member for member in by_turn if member.session.number in batch]
-        for member in [member for member in by_turn if member.session.number not in batch]:
-            if orders := self._prefill_orders(member, target, draft, alone=len(members) == 1, ahead=ahead):
+        orders: dict[int, Orders] = {}
+        if members:
+            self._add(orders, members, decoding, decoding, alone=False, joins=True)
+        return orders
+
+    def _add(
+        self,
+        batch: dict[int, Orders],
+        members: Sequence[Member],
+        decoding: int,
+        rows: int,
+        alone: bool,
+        joins: bool,
+    ) -> PrefillBudget:
+        """Add prefill orders for members; returns what is left of the draft's budget.
+
+        `decoding`: sessions that decode, with so many decode rows. `alone`: there is one session. `joins`: a prompt
+        that ends joins a step that is launched ahead.
+        """
+        tokens = self._prompt_tokens(decoding, rows, [member.uncomputed for member in members])
+        target, draft = (PrefillBudget(tokens, self.limits.prefill_chunk) for _ in range(2))
+        for member in sorted(members, key=_turn):
+            if orders := self._prefill_orders(member, target, draft, alone, joins):
                 batch[member.session.number] = orders
         if target.used == 0:
             draft.left *= DRAFT_PREFILL_FACTOR
-        self._prefill_late_drafts(decoding, batch, draft)
-        return batch
-
-    def _budgets(self, batch: Mapping[int, Orders], waiting: Sequence[int]) -> tuple[PrefillBudget, PrefillBudget]:
-        """Return the budgets of the target and of the draft; `waiting`: the uncomputed tokens of each prompt."""
-        tokens = self._prompt_tokens(len(batch), rows_of(batch.values()), waiting)
-        return PrefillBudget(tokens, self.limits.prefill_chunk), PrefillBudget(tokens, self.limits.prefill_chunk)
+        return draft
 
     def _prompt_tokens(self, decoding: int, rows: int, waiting: Sequence[int]) -> int:
         """Return the prefill budget of a round with so many decoding sessions and decode rows."""
@@ -256,7 +274,7 @@ class Prefills:
         return max(most, limits.prefill_chunk, decoding)
 
     def _prefill_orders(
-        self, member: Member, target: PrefillBudget, draft: PrefillBudget, alone: bool, ahead: bool
+        self, member: Member, target: PrefillBudget, draft: PrefillBudget, alone: bool, joins: bool
     ) -> Orders | None:
         """Return prefill orders for a session, or its own orders if the budget covers all that is uncomputed.
 
@@ -266,7 +284,7 @@ class Prefills:
         uncomputed, draft_uncomputed = member.uncomputed, member.draft_uncomputed
         taken, draft_taken = target.take(uncomputed), draft.take(draft_uncomputed)
         ends = member.orders is not None and taken == uncomputed and self._has_row(target)
-        if member.orders and ends and not ahead:
+        if member.orders and ends and not joins:
             if draft_taken == draft_uncomputed:
                 return member.orders
             if member.orders.verify and not (alone or member.needs_draft):
@@ -275,10 +293,10 @@ class Prefills:
             return None
         member.prefill_turn = self.next_turn()
         verify = member.orders.verify if member.orders else None
-        joins = ahead and ends and verify is not None and _rows(verify) == 1
+        joins_next = joins and ends and verify is not None and _rows(verify) == 1
         return Orders(
             draft=member.prefill_order(member.draft_prefilled, draft_taken) if draft_taken else None,
-            prefill=member.prefill_order(member.prefilled, taken, joins) if taken else None,
+            prefill=member.prefill_order(member.prefilled, taken, joins_next) if taken else None,
         )
 
     def _has_row(self, target: PrefillBudget) -> bool:
@@ -330,21 +348,5 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return least
 
 
-def launches_ahead(batch: Mapping[int, Orders]) -> bool:
-    """True if all orders of a round are plain decoding, and some of it goes on: a device launches the next step of
-    those with it."""
-    verifies = [orders.verify for orders in batch.values()]
-    plain = all(verify is not None and (verify.goes_on or verify.ends) and not verify.tokens for verify in verifies)
-    return plain and any(verify is not None and verify.goes_on for verify in verifies)
-
-
-def without_launch_ahead(batch: Mapping[int, Orders]) -> dict[int, Orders]:
-    """Return the same orders without `goes_on` and `follows`: the model launches nothing ahead."""
-    return {number: _without_hints(orders) for number, orders in batch.items()}
-
-
-def _without_hints(orders: Orders) -> Orders:
-    verify = orders.verify
-    if verify is None or not (verify.goes_on or verify.follows):
-        return orders
-    return replace(orders, verify=replace(verify, goes_on=False, follows=None))
+def _turn(member: Member) -> int:
+    return member.prefill_turn

@@ -26,7 +26,7 @@ GIVEN_AT_ONCE = 32  # tokens of a given text in one forward
 def autoregressive(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
     """Plain decoding, one token a forward: the reference for every other method."""
     while not session.finished:
-        reports = yield Orders(verify=session.verify_plainly())
+        reports = yield Orders(verify=session.verify_plainly(), plain_rounds=session.room)
         absorb(session, policy, NOTHING, reports)
 
 

@@ -7,7 +7,7 @@ what else is in the same forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from specbranch.core.request import Request
 from specbranch.core.sending import SendingLater
 from specbranch.core.slots import Slots
 from specbranch.core.trees import Growth, Tree
+from specbranch.errors import SpecBranchError
 
 ENTROPY_WEIGHT = 0.2  # AdaEDL's γ in the bound 1 − sqrt(γ·H)
 NO_TOKEN = -2  # the token of a target whose scores are not finite; -1 is that of a record that has ended
@@ -312,12 +313,36 @@ class ReceivesTrees(Protocol):
         ...
 
 
-@runtime_checkable
-class JoinsAhead(Protocol):
-    """A Runner that launches the next decode step ahead, and can include sequences that begin to decode with it."""
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """A plain decode step of several sequences that a device computes, while the next one waits behind it."""
 
-    def join_ahead(self, seq: int, token: int) -> None:
-        """Include the token behind a prompt in the next step, if this round launches that ahead."""
+    sampled: Callable[[], dict[int, int]]  # waits for the device; the sampled token by sequence
+    rows: int  # of this step
+    ahead: bool  # it was launched before it was asked for
+    launched: frozenset[int]  # sequences that have a row in the next step
+    failed: Mapping[int, SpecBranchError]  # sequences that found no memory
+
+
+@runtime_checkable
+class DecodesBatches(Protocol):
+    """A Runner that decodes a batch plainly, and launches each step before it has read the one before."""
+
+    def decodes(self, seq: int, length: int) -> bool:
+        """True if the device samples the token behind `length` tokens by itself; it does so for all later ones, too."""
+        ...
+
+    def decode(self, texts: Mapping[int, Sequence[int]], going_on: Collection[int]) -> PlainStep | None:
+        """Decode one token of each sequence; `going_on`: those that decode one more behind it, unless it ends them.
+
+        All tokens of a text but the last are computed. Sequences that have no row in the step that was launched ahead
+        get one in the next, and no token now. None: this has to be ordered otherwise.
+        """
+        ...
+
+    def join(self, seq: int, token: int) -> None:
+        """Give a sequence a row in the step that the next `decode` launches: it begins to decode with this token,
+        behind a prompt whose forward may be put off."""
         ...
 
 

@@ -128,6 +128,11 @@ class Session:
                 return index + 1
         return len(tokens)
 
+    def commit_plain(self, token: int, seconds: float) -> None:
+        """Append a token of plain decoding, whose round took the target some seconds."""
+        self._append(token, "target")
+        self.stats.count_plain(seconds)
+
     def take_waited(self) -> float:
         """Return the seconds of rounds that ran without this session since the last call, and reset them."""
         waited, self.waited = self.waited, 0.0

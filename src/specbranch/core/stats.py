@@ -166,6 +166,13 @@ class Stats(Fates):
         self.drafted += fates.total
         self.add(fates)
 
+    def count_plain(self, seconds: float) -> None:
+        """Count a round of plain decoding, in which the target worked for some seconds."""
+        self.end_round()
+        self.target_forwards += 1
+        self.target_busy += seconds
+        self._rejected = False
+
     def judge_plain(self) -> None:
         """Count a verdict behind which no tree was verified."""
         self._verified(0, 0, missed=False)

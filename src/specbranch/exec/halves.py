@@ -23,6 +23,7 @@ from specbranch.core.orders import (
     Verify,
     as_drafted,
 )
+from specbranch.core.plain_rounds import PlainOrders, PlainReports
 from specbranch.errors import SpecBranchError, not_finite
 from specbranch.exec.verifier import OnVerdicts, Scored, Verifier
 from specbranch.exec.worker import Worker
@@ -192,3 +193,16 @@ def _noted_by(now: Callable[[], float]) -> Note:
         return lambda: moment
 
     return note
+
+
+def decoded(target: Verifier, orders: PlainOrders, now: Callable[[], float]) -> PlainReports | None:
+    """Run a round of plain decoding; None: it has to be ordered."""
+    timed = Stretch(target, now)
+    started = target.decode(orders)
+    if started is None:
+        return None
+    orders.meanwhile()
+    step = started.step
+    tokens = step.sampled()
+    timed.end()
+    return PlainReports(tokens, timed.span(), step.ahead, step.launched, started.reached, started.failed)

@@ -13,7 +13,19 @@ from dataclasses import dataclass, replace
 
 from specbranch.core.forecast import Forecaster
 from specbranch.core.orders import NO_PREFILL, Aside, Branch, Context, Prefill, Receiver, Verdict, Verify
-from specbranch.core.runner import NO_TOKEN, Feed, Head, JoinsAhead, Judged, ReceivesTrees, Runner, Trial, Verdicts
+from specbranch.core.plain_rounds import PlainOrders
+from specbranch.core.runner import (
+    NO_TOKEN,
+    DecodesBatches,
+    Feed,
+    Head,
+    Judged,
+    PlainStep,
+    ReceivesTrees,
+    Runner,
+    Trial,
+    Verdicts,
+)
 from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT
 from specbranch.errors import SpecBranchError
@@ -54,6 +66,15 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainDecoding:
+    """A round of plain decoding, running: its step, how far prompts are prefilled, and who found no memory."""
+
+    step: PlainStep
+    reached: dict[int, int]
+    failed: dict[int, SpecBranchError]
+
+
+@dataclass(frozen=True, slots=True)
 class _Forward:
     """The rows of a target forward that has its memory, and what is asked of it."""
 
@@ -70,7 +91,7 @@ class Verifier(Worker):
         super().__init__(runner)
         self.forecaster = forecaster
         self._receives = runner if isinstance(runner, ReceivesTrees) else None
-        self._joins_ahead = runner if isinstance(runner, JoinsAhead) else None
+        self._batches = runner if isinstance(runner, DecodesBatches) else None
 
     @property
     def begun(self) -> Callable[[], float] | None:
@@ -99,6 +120,30 @@ class Verifier(Worker):
         self.runner.flush()  # without a verify order, or if its rows are all computed, no forward has taken the chunks
         return Started(scored, reached, failed | short)
 
+    @property
+    def decodes_batches(self) -> bool:
+        """True if the model makes rounds of plain decoding for a batch."""
+        return self._batches is not None
+
+    def decodes(self, session: int, length: int) -> bool:
+        """True if the session can be decoded in a plain batch, behind `length` tokens; then also behind more."""
+        request = self.request(session)
+        if self._batches is None or request.params.logprobs is not None or request.wants_forecast:
+            return False
+        return self._batches.decodes(session, length)
+
+    def decode(self, orders: PlainOrders) -> PlainDecoding | None:
+        """Start a round of plain decoding, together with the prefill of other sessions; None: it has to be ordered."""
+        if self._batches is None:
+            return None
+        reached, short = self.prefill(orders.prefills)
+        step = self._batches.decode(orders.texts, orders.going_on)
+        if step is None:
+            return None
+        self.runner.flush()  # if no step was launched, none has taken the chunks
+        self.rows_fed += step.rows
+        return PlainDecoding(step, reached, {**short, **step.failed})
+
     def score(
         self, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None = None
     ) -> tuple[Scored, dict[int, SpecBranchError]]:
@@ -121,8 +166,8 @@ class Verifier(Worker):
             try:
                 with self.releasing(session):
                     reached[session] = self.continue_prefill(session, order)
-                if order.last is not None and reached[session] == len(order.on) and self._joins_ahead is not None:
-                    self._joins_ahead.join_ahead(session, order.last)
+                if order.last is not None and reached[session] == len(order.on) and self._batches is not None:
+                    self._batches.join(session, order.last)
             except SpecBranchError as error:
                 failed[session] = error
         return reached, failed

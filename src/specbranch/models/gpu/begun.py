@@ -1,5 +1,5 @@
-"""Steps that a runner begins before they are asked for: of plain decoding that goes on, of a tree that has just grown,
-of a chain that most likely follows on a verdict.
+"""Steps that a runner begins before they are asked for: of a tree that has just grown, and of a chain that most likely
+follows on a verdict.
 
 Owns what is known of such a step, and the answer to one question: is it what is asked for now? Invariant: a step that
 is not is as if it had not been; what it wrote is written over.
@@ -8,7 +8,7 @@ is not is as if it had not been; what it wrote is written over.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
@@ -17,26 +17,6 @@ from specbranch.models.forward.step_rows import Rows
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu.layout import GROUP_ROWS
 from specbranch.models.gpu.stream_clock import DeviceMoment
-
-
-@dataclass(slots=True)
-class Ahead:
-    """A step of plain decoding: each sequence's next token, as the device chose it, read at the next KV slot."""
-
-    rows: dict[int, int]  # by sequence
-    kv_slots: dict[int, tuple[int, int]]  # in the sequence, and in the pool
-    results: Reading
-    tokens: dict[int, int] = field(default_factory=dict)  # what was chosen and read, once that is known
-
-    def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
-        """Whether it reads just this."""
-        return all(
-            feed.seq in self.rows
-            and list(feed.tokens) == [self.tokens.get(feed.seq)]
-            and part.start == part.prefix
-            and self.kv_slots[feed.seq] == (part.start, int(part.kv_slots()[0]))
-            for feed, part in zip(work, rows, strict=True)
-        )
 
 
 class Received:

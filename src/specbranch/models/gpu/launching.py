@@ -9,7 +9,7 @@ Pending moves of KV slots come before anything else is read or written. All work
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -20,15 +20,19 @@ import torch
 from torch import Tensor
 
 from specbranch.core.pages import PAGE, Copy
-from specbranch.core.runner import Feed
+from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Feed, PlainStep
 from specbranch.core.slots import TAIL
 from specbranch.core.warm_up import ForwardSizes, StepTime, not_late
+from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import ChunkRows, Rows, split_into_steps
 from specbranch.models.forward.transfer import Reading
+from specbranch.models.gpu import asking
 from specbranch.models.gpu.attention import chunk_tile_rows, most_partial_rows
-from specbranch.models.gpu.begun import Ahead, Followed, Received
+from specbranch.models.gpu.begun import Followed, Received
 from specbranch.models.gpu.choice import Chooser
+from specbranch.models.gpu.decode_rows import DecodeRows
 from specbranch.models.gpu.growing import TextRead
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.kinds_file import KindsFile
@@ -47,6 +51,7 @@ from specbranch.models.gpu.layout import (
     power_of_four,
 )
 from specbranch.models.gpu.own_stream import OnStream, own_stream
+from specbranch.models.gpu.plain_decode import PlainDecoder, Texts
 from specbranch.models.gpu.step import GpuStep, Graphs, Ran, StepKind
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
 from specbranch.models.gpu.warm_up import (
@@ -57,7 +62,7 @@ from specbranch.models.gpu.warm_up import (
     run_outside_graphs,
     step_times,
 )
-from specbranch.models.runners.native import NativeRunner
+from specbranch.models.runners.native import NativeRunner, OpenSequence
 from specbranch.models.runners.pending_prefill import PendingChunk
 from specbranch.models.runners.torch_runner import PREFILL_CHUNKS, ProbeNetwork
 from specbranch.models.sampling.logit_rows import TensorRow
@@ -89,9 +94,10 @@ class StepLauncher(NativeRunner):
         self._tile_rows = chunk_tile_rows(self.architecture.heads // self.architecture.kv_heads)
         # pending moves: sequence, KV slots of the pool, and the lowest slot of the sequence that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
-        # started ahead of the worker's order: a step, and a text behind which a tree may grow
-        self._ahead: Ahead | Received | Followed | None = None
+        # started ahead of the worker's order: a step, a text behind which a tree may grow, a step of plain decoding
+        self._ahead: Received | Followed | None = None
         self._read: TextRead | None = None
+        self._plain = PlainDecoder(self)
         self._started = self._moment()  # when the last timed step started
 
     @property
@@ -213,10 +219,11 @@ class StepLauncher(NativeRunner):
 
     def _run(self, work: list[Rows], arrays: Arrays) -> tuple[tuple[Tensor, Tensor | None], Asked]:
         """Run all rows, in several steps if they exceed one; the last copy up carries the arrays, too."""
-        self._ahead = self._read = None
+        self._drop_ahead()
+        self._read = None
         blocks: list[Tensor] = []
         states: list[Tensor] = []
-        steps = list(split_into_steps(work, self._most_rows(work)))
+        steps = list(split_into_steps(work, self._most_rows(_longest(work))))
         for number, step in enumerate(steps, 1):
             packed, bucket = pack(step, self.pool.pages * PAGE, least=self._graphs.step.least)
             sent = self._up({"step": packed, **(arrays if number == len(steps) else {})})
@@ -264,17 +271,66 @@ class StepLauncher(NativeRunner):
         return pack(rows, spare, choosing, moves, least, chunks, self._tile_rows)
 
     def _start_with_prefill(self, rows: list[Rows], choosing: Choosing, timed: bool = True) -> Ran:
-        """Run rows as one step that samples, which also computes prefill that was put off.
+        """Run rows as one step that samples, which also computes prefill that was put off."""
+        return self._with_prefill(
+            len(choosing.said), lambda chunks: self._start(rows, choosing, 1, timed=timed, chunks=chunks)
+        )
+
+    @torch.inference_mode()
+    def decode(self, texts: Texts, going_on: Collection[int]) -> PlainStep | None:
+        """Decode one token of each sequence, and launch the next step; see `DecodesBatches`."""
+        self._ahead = self._read = None
+        with self._here():
+            return self._plain.decode(texts, going_on)
+
+    def decodes(self, seq: int, length: int) -> bool:
+        """True if the device samples the token behind `length` tokens by itself; so it does for all later ones."""
+        return asking.is_chosen_in_graph(Spot(self._requests[seq], length, list))
+
+    def join(self, seq: int, token: int) -> None:
+        """Give a sequence that begins to decode a row in the next decode step; see `DecodesBatches`."""
+        self._plain.join(seq, token)
+
+    def sequence(self, seq: int) -> OpenSequence | None:
+        """Return a sequence if it is open."""
+        return self._sequences.get(seq)
+
+    def request(self, seq: int) -> Request:
+        """Return the request of a sequence."""
+        return self._requests[seq]
+
+    def reserve(self, seq: int, position: int) -> Table:
+        """Make the KV slot at a position writable, or raise CacheFull; returns the page table."""
+        sequence = self._sequences[seq]
+        self._reserve(sequence, position, position + 1)
+        return sequence.table
+
+    def commit(self, seq: int, token: int) -> None:
+        """Append a token to the prefix, once a step has computed it."""
+        self._sequences[seq].slots.prefix.append(token)
+        self._rows[seq].clear()
+
+    def launch_decode(self, rows: DecodeRows) -> Reading:
+        """Launch a plain decode step, which also computes prefill that was put off; returns its results in flight."""
+        self._up({})  # pending moves come first
+        least, spare = self._graphs.step.least, self.pool.pages * PAGE
+
+        def run(chunks: Sequence[ChunkRows]) -> Ran:
+            return self._run_packed(*rows.pack(spare, least, chunks, self._tile_rows), None, 1)
+
+        return self._read_later(self._with_prefill(len(rows), run), len(rows))
+
+    def _with_prefill(self, rows: int, run: Callable[[Sequence[ChunkRows]], Ran]) -> Ran:
+        """Run a step of `rows` sampled rows with prefill that was put off.
 
         What does not fit into the step is computed before it.
         """
         if not self._pending or not self._graphs.step.takes_chunks:
             self.flush()
-            return self._start(rows, choosing, 1, timed=timed)
+            return run(())
         pending = self._pending.held()
         try:
-            chunks = self._compute_until(pending, len(choosing.said))
-            ran = self._start(rows, choosing, 1, timed=timed, chunks=chunks)
+            ran = run(self._compute_until(pending, rows))
             self._computed(pending)
         except BaseException:
             self._drop_pending()
@@ -339,15 +395,18 @@ class StepLauncher(NativeRunner):
                 self.memory.move(*brought_moves(self._graphs.input, bucket, moves.shape[1]))
             return self._graphs.run_brought(bucket, 0, count, grows)
 
-    def _most_rows(self, work: Sequence[Rows]) -> int:
+    def _most_rows(self, longest: int) -> int:
         """Return how many rows a step takes: fewer for long sequences, as each row has a partial result per block."""
-        arch, longest = self.architecture, max(part.start + len(part.tokens) for part in work)
+        arch = self.architecture
         most = most_partial_rows(longest, arch.heads, arch.head_dim, self.dtype.itemsize)
         return min(self._graphs.step.most_rows, most)
 
+    def fits_one_step(self, rows: int, longest: int) -> bool:
+        """True if so many rows are one step; `longest`: tokens of the longest sequence."""
+        return 0 < rows <= GROUP_ROWS or GROUP_ROWS < rows <= self._most_rows(longest)
+
     def _is_one_step(self, rows: list[Rows]) -> bool:
-        count = sum([len(part.tokens) for part in rows])
-        return 0 < count <= GROUP_ROWS or GROUP_ROWS < count <= self._most_rows(rows)
+        return self.fits_one_step(sum([len(part.tokens) for part in rows]), _longest(rows))
 
     def _make_graphs(self, step: GpuStep) -> Graphs:
         return Graphs(step, self._most_pages)
@@ -417,8 +476,14 @@ class StepLauncher(NativeRunner):
                 self.rewind(seq, min(first, len(self.slots(seq).prefix)))
         self._moves = []
 
+    def _drop_ahead(self) -> None:
+        """Forget steps that were started ahead: another one is about to run."""
+        self._ahead = None
+        self._plain.forget_all()
+
     def _rewind(self, seq: int, length: int) -> None:
         self._ahead = None
+        self._plain.forget(seq)
         super()._rewind(seq, length)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
@@ -463,6 +528,11 @@ class StepLauncher(NativeRunner):
         finally:
             if self._stream is not None and around is not None:
                 around.wait_stream(self._stream)
+
+
+def _longest(work: Sequence[Rows]) -> int:
+    """Return the tokens of the longest sequence, its new rows included."""
+    return max([part.start + len(part.tokens) for part in work], default=0)
 
 
 def wide(logits: Tensor) -> Tensor:

@@ -99,7 +99,12 @@ class Views:
 
 def bucket_of(work: Sequence[Rows], least: Bucket = SMALLEST_BUCKET, chunk: int = 0) -> Bucket:
     """Return the smallest bucket for these rows and `chunk` rows of prompts, with at least as many rows as `least`."""
-    rows = sum([len(part.tokens) for part in work])
+    return padded_bucket(sum([len(part.tokens) for part in work]), len(work) == 1, least, chunk)
+
+
+def padded_bucket(rows: int, alone: bool, least: Bucket, chunk: int) -> Bucket:
+    """Return the smallest bucket for `rows` sampled rows; `alone`: they are of one sequence. Others as for
+    `bucket_of`."""
     if rows > MOST_STEP_ROWS or not 0 < rows + chunk <= MOST_TOTAL_ROWS:
         raise ValueError(
             f"a step takes up to {MOST_STEP_ROWS} sampled rows, and 1 to {MOST_TOTAL_ROWS} in all; got {rows} and "
@@ -109,7 +114,7 @@ def bucket_of(work: Sequence[Rows], least: Bucket = SMALLEST_BUCKET, chunk: int 
         padded = chunk_step_rows(rows)
         return Bucket(padded, padded, max(power_of_two(padded + chunk), LEAST_TOTAL_ROWS) - padded)
     padded = max(power_of_four(rows), least.rows)
-    return alone_bucket(padded) if len(work) == 1 else Bucket(padded, padded)
+    return alone_bucket(padded) if alone else Bucket(padded, padded)
 
 
 def alone_bucket(rows: int) -> Bucket:
@@ -212,13 +217,13 @@ def pack(
     tables = [part.table.pages[: -(-(part.start + len(part.tokens)) // PAGE)] for part in parts]
     ends = list(accumulate([len(pages) for pages in tables], initial=fixed))
     packed = np.empty(ends[-1], dtype=np.int32)
-    packed[:fixed] = _blank(bucket, spare)
+    packed[:fixed] = blank_step(bucket, spare)
     for begin, end, pages in zip(ends, ends[1:], tables, strict=False):
         packed[begin:end] = pages
-    all_rows, per_row, groups, own = _sections(packed, bucket)
+    all_rows, per_row, groups, own = sections_of(packed, bucket)
     rows = sum([len(part.tokens) for part in work])
     own[rows:] = spare
-    counts = _section(packed, bucket, COUNTS_SECTION)
+    counts = section_of(packed, bucket, COUNTS_SECTION)
     if work:
         all_rows[0, :rows] = [token for part in work for token in part.tokens]
         _write_groups(work, groups, [end - fixed for end in ends], GROUP_ROWS if len(groups) < bucket.rows else 0)
@@ -231,15 +236,15 @@ def pack(
         counts[DEPTH_COUNT] = deepest(choosing.parent) if rows else 0
     if moves is not None:
         counts[MOVED_COUNT] = moves.shape[1]
-        _section(packed, bucket, MOVES_SECTION)[:, : moves.shape[1]] = moves
+        section_of(packed, bucket, MOVES_SECTION)[:, : moves.shape[1]] = moves
     if chunks:
         counts[LONGEST_COUNT] = max([chunk.start + len(chunk.tokens) for chunk in chunks])
         begins = [end - fixed for end in ends[len(work) :]]
-        counts[USED_COUNT] = _write_chunks(chunks, bucket, begins, all_rows, packed, tile_rows)
+        counts[USED_COUNT] = write_chunks(chunks, bucket, begins, all_rows, packed, tile_rows)
     return packed, bucket
 
 
-def _write_chunks(
+def write_chunks(
     chunks: Sequence[ChunkRows],
     bucket: Bucket,
     begins: Sequence[int],
@@ -248,7 +253,7 @@ def _write_chunks(
     tile_rows: int,
 ) -> int:
     """Write the rows of prompts, and their tiles; returns how many rows of the step are in use."""
-    tiles, at, row = _section(packed, bucket, TILES_SECTION), 0, bucket.rows
+    tiles, at, row = section_of(packed, bucket, TILES_SECTION), 0, bucket.rows
     for chunk, begin in zip(chunks, begins, strict=False):
         count = len(chunk.tokens)
         positions = np.arange(chunk.start, chunk.start + count)
@@ -269,9 +274,9 @@ class Sheet:
 
     def __init__(self, packed: np.ndarray, bucket: Bucket) -> None:
         self.packed, self.bucket = packed, bucket
-        self._tokens = _section(packed, bucket, ROWS_SECTION)[0]
-        self._said = _section(packed, bucket, CHOICE_SECTION)[-1]
-        self._counts, self._moves = (_section(packed, bucket, number) for number in (COUNTS_SECTION, MOVES_SECTION))
+        self._tokens = section_of(packed, bucket, ROWS_SECTION)[0]
+        self._said = section_of(packed, bucket, CHOICE_SECTION)[-1]
+        self._counts, self._moves = (section_of(packed, bucket, number) for number in (COUNTS_SECTION, MOVES_SECTION))
 
     def say(self, tokens: Sequence[int]) -> None:
         """Make its first rows a chain of these tokens."""
@@ -287,19 +292,19 @@ class Sheet:
 
 def padding(bucket: Bucket, spare: int) -> np.ndarray:
     """Return a packed step without rows; it reads and writes KV slot `spare` of the pool."""
-    packed = _blank(bucket, spare).copy()
-    _section(packed, bucket, OWN_SECTION)[:] = spare
+    packed = blank_step(bucket, spare).copy()
+    section_of(packed, bucket, OWN_SECTION)[:] = spare
     return packed
 
 
 @lru_cache(maxsize=256)
-def _blank(bucket: Bucket, spare: int) -> np.ndarray:
+def blank_step(bucket: Bucket, spare: int) -> np.ndarray:
     """Return a packed step whose padding is complete but for own paths."""
     packed = np.zeros(packed_size(bucket), dtype=np.int32)
-    all_rows, per_row, *_ = _sections(packed, bucket)
+    all_rows, per_row, *_ = sections_of(packed, bucket)
     all_rows[2], per_row[1] = spare, 1
     per_row[PER_ROW - ALL_ROWS], per_row[-2], per_row[-1] = ONE, _counting(per_row.shape[1]), ROOT_ROW
-    _section(packed, bucket, COUNTS_SECTION)[USED_COUNT] = bucket.rows
+    section_of(packed, bucket, COUNTS_SECTION)[USED_COUNT] = bucket.rows
     return packed
 
 
@@ -430,12 +435,13 @@ def _write_groups(work: Sequence[Rows], groups: np.ndarray, begins: Sequence[int
         first += count
 
 
-def _sections(packed: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
+def sections_of(packed: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
     """Return the tables of numbers per row, and the sections behind them that every step fills."""
-    return [_section(packed, bucket, number) for number in range(COUNTS_SECTION)]
+    return [section_of(packed, bucket, number) for number in range(COUNTS_SECTION)]
 
 
-def _section(packed: np.ndarray, bucket: Bucket, number: int) -> np.ndarray:
+def section_of(packed: np.ndarray, bucket: Bucket, number: int) -> np.ndarray:
+    """Return a section of a packed step."""
     return np.ndarray(_shapes(bucket)[number], np.int32, packed, _offsets(bucket)[number] * packed.itemsize)
 
 

@@ -9,7 +9,7 @@ not asked for has no effect.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
@@ -30,7 +30,7 @@ from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import Rows
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu import asking
-from specbranch.models.gpu.begun import Ahead, Followed, Received
+from specbranch.models.gpu.begun import Followed, Received
 from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import NO_MOVES, TextRead, TreeGrower
@@ -57,7 +57,6 @@ class GpuRunner(StepLauncher):
             self._grower = TreeGrower(self._graphs, self._most_pages, spare, self.transfer)
         self._chains = ChainSheets(spare, step.least, context_length)
         self._receiver = DeviceReceiver(spare, self._graphs.input, step.least, self._graphs.captures)
-        self._joining: dict[int, int] = {}  # by sequence, the token that it begins to decode with
         self.begun: DeviceMoment | None = None
         self.grown_at: DeviceMoment | None = None
 
@@ -66,7 +65,8 @@ class GpuRunner(StepLauncher):
         """Compute new nodes, and return proposals after them, or after nodes computed before."""
         work = [feed for feed in work if feed.tokens]
         self.flush()
-        self._ahead = self.grown_at = self.begun = None
+        self._drop_ahead()
+        self.grown_at = self.begun = None
         with self._here(), self._appending(work) as rows:
             spots = [self.spot(ask.seq, ask.node, ask) for ask in asks]
             row_of = asking.rows_in(work, self._first_nodes(work))
@@ -100,7 +100,8 @@ class GpuRunner(StepLauncher):
         Returns None if the caller has to grow it step by step.
         """
         self.flush()
-        self._ahead = self.grown_at = self.begun = None
+        self._drop_ahead()
+        self.grown_at = self.begun = None
         sequence, read = self._sequences[growing.seq], self._read
         read = read if read is not None and read.ends(growing, len(sequence.slots)) else None
         room = self._grower.room(growing, sequence.slots, self._requests[growing.seq], read)
@@ -138,7 +139,8 @@ class GpuRunner(StepLauncher):
     def read_ahead(self, feed: Feed) -> bool:
         """Compute the rest of a text, and sample what follows it; False if that is not possible in a graph."""
         self.flush()
-        seq, count, self._ahead = feed.seq, len(feed.tokens), None
+        self._drop_ahead()
+        seq, count = feed.seq, len(feed.tokens)
         spot = Spot(self._requests[seq], len(self.slots(seq).prefix) + count, list)
         if not count or count > GROUP_ROWS or not asking.is_chosen_in_graph(spot):
             return False
@@ -186,7 +188,8 @@ class GpuRunner(StepLauncher):
     def run_ahead(self, lanes: Lanes, hear: Hear) -> int:
         """Draft in lanes: each step starts with the device's own tokens, before the host has read the last step."""
         self.flush()
-        seq, width, self._ahead, self.grown_at, self.begun = lanes.feed.seq, len(lanes.feed.tokens), None, None, None
+        self._drop_ahead()
+        seq, width, self.grown_at, self.begun = lanes.feed.seq, len(lanes.feed.tokens), None, None
         sequence, request = self._sequences[seq], self._requests[seq]
         spots = [Spot(request, sequence.slots.position(parent) + 2, list) for parent in lanes.feed.parents]
         count = asking.entries_of([Ask(seq, ROOT, measure=lanes.measure)], spots[:1])
@@ -219,21 +222,19 @@ class GpuRunner(StepLauncher):
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
         """Start to compute and judge new nodes; a call of the verdicts waits for the device."""
         self.begun = None
-        joining, self._joining = self._joining, {}
         work = [feed for feed in work if feed.tokens]
         with self._here(), self._returning_states(self._wanted(work)), self._appending(work) as rows:
             spots = [spot for trial in trials for spot in self._spots_of(trial)]
             row_numbers = self._chosen_rows(work, rows, trials, spots)
             if row_numbers is None:
                 return self._verify_shaped(work, rows, trials, spots)
-            results, at = self._results(work, rows, trials, spots, row_numbers)
-            said = self._go_on(rows, trials, spots, at, joining)
+            results = self._results(work, rows, trials, spots, row_numbers)
 
         def judged() -> list[Judged]:
             follows = len(trials) == 1 and trials[0].order.follows is not None and rows[0].start == rows[0].prefix
             if follows:
-                self._write_chains(trials[0].seq, rows[0], at[0][0], results.ready)
-            found = _judged(trials, at, results(), said)
+                self._write_chains(trials[0].seq, rows[0], row_numbers[0][0], results.ready)
+            found = _judged(row_numbers, results())
             return [self._follow(trials[0], rows[0].table, found[0])] if follows else found
 
         return Verdicts(judged, results.ready)
@@ -275,6 +276,7 @@ class GpuRunner(StepLauncher):
             return
         sequence, bucket, transfer = self._sequences[seq], self._receiver.bucket(text, nodes), self.transfer
         around = None if self._stream is None else torch.cuda.current_stream(self.device)
+        self._drop_ahead()
         transfer.mark(around).wait(self._stream)
         with self._here():
             begun = self._moment()
@@ -321,88 +323,20 @@ class GpuRunner(StepLauncher):
         trials: Sequence[Trial],
         spots: Sequence[Spot],
         row_numbers: list[list[int]],
-    ) -> tuple[Reading, list[list[int]]]:
-        """Start the step, unless it was started ahead; returns its results, and the rows of each trial in them."""
-        ahead, self._ahead = self._ahead, None
+    ) -> Reading:
+        """Start the step, unless it was started ahead; returns its results in flight."""
+        ahead = self._ahead
+        self._drop_ahead()
         if ahead is not None and not self._moves and ahead.reads(work, rows):
-            if isinstance(ahead, Ahead):
-                return ahead.results, [[ahead.rows[trial.seq]] for trial in trials]
             self.begun = ahead.begun
-            return ahead.results, row_numbers
+            return ahead.results
         choosing = asking.choosing_of(
             sum(len(part.tokens) for part in rows), zip(chain(*row_numbers), spots, strict=True)
         )
         asking.lead(choosing, trials, row_numbers)
         results = self._read_later(self._start_with_prefill(rows, choosing), len(choosing.said))
         self.begun = self._started
-        return results, row_numbers
-
-    def _go_on(
-        self,
-        rows: list[Rows],
-        trials: Sequence[Trial],
-        spots: Sequence[Spot],
-        at: list[list[int]],
-        tokens: Mapping[int, int],
-    ) -> dict[int, int] | None:
-        """Start the next step of plain decoding, if all trials allow that and it needs no new page.
-
-        `tokens`: of sequences that begin to decode with it. Trials whose request ends have no row in it. Returns the
-        dictionary that takes the sampled tokens, by sequence.
-        """
-        plain = all((trial.order.goes_on or trial.order.ends) and not trial.nodes for trial in trials)
-        # a resumed sequence may have several rows
-        if not plain or len(rows) != len(trials) or any(len(part.tokens) != 1 for part in rows):
-            return None
-        going_on = [each for each in zip(trials, rows, spots, at, strict=True) if each[0].order.goes_on]
-        after = [Spot(spot.request, spot.position + 1, spot.history) for _, _, spot, _ in going_on]
-        fits = all(
-            part.start + 1 < min(len(part.table.pages) * PAGE, self._context_length) for _, part, _, _ in going_on
-        )
-        if not going_on or not fits or not asking.are_chosen_in_graph(after):
-            return None
-        there = {
-            trial.seq: Rows(part.table, [-1 - row], part.start + 1, part.start + 1, [1])
-            for trial, part, _, (row,) in going_on
-        }
-        joining = self._joining_rows(there, tokens)
-        after += [Spot(self._requests[seq], part.start + 1, list) for seq, part in joining.items()]
-        there |= joining
-        ran = self._start_with_prefill(
-            list(there.values()), asking.choosing_of(len(there), enumerate(after)), timed=False
-        )
-        kv_slots = {seq: (part.start, int(part.kv_slots()[0])) for seq, part in there.items()}
-        results = self._read_later(ran, len(there))
-        said = {seq: part.tokens[0] for seq, part in joining.items()}
-        self._ahead = Ahead({seq: row for row, seq in enumerate(there)}, kv_slots, results, said)
-        return self._ahead.tokens
-
-    def join_ahead(self, seq: int, token: int) -> None:
-        """Include the token behind a prompt in the next step, if this round launches that ahead."""
-        self._joining[seq] = token
-
-    def _joining_rows(self, decoding: Mapping[int, Rows], tokens: Mapping[int, int]) -> dict[int, Rows]:
-        """Return the rows of sequences that begin to decode, as far as they fit into a step with those that do.
-
-        `tokens`: the tokens that they begin with.
-        """
-        found: dict[int, Rows] = {}
-        for seq, token in tokens.items():
-            sequence = self._sequences.get(seq)
-            if seq in decoding or sequence is None or sequence.slots.tokens:
-                continue
-            start = len(sequence.slots.prefix)
-            part = Rows(sequence.table, [token], start, start, [1])
-            if start + 1 >= self._context_length or not self._is_one_step([*decoding.values(), *found.values(), part]):
-                continue
-            if not asking.is_chosen_in_graph(Spot(self._requests[seq], start + 1, list)):
-                continue
-            try:
-                self._reserve(sequence, start, start + 1)
-            except CacheFull:
-                continue
-            found[seq] = part
-        return found
+        return results
 
     def _write_chains(self, seq: int, part: Rows, root: int, done: Done) -> None:
         """Pack the steps that may follow a verdict, first those after full acceptance and full rejection."""
@@ -440,7 +374,7 @@ class GpuRunner(StepLauncher):
         self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]
     ) -> Verdicts:
         """Judge trials behind the graph, with all sampling parameters and rules."""
-        self._ahead = None
+        self._drop_ahead()
         self.flush()
         arrays = {**self.sampler.picking(spots), **verdict.judging(trials, spots)} if trials else {}
         if trials:
@@ -502,24 +436,19 @@ class GpuRunner(StepLauncher):
 
     def _close(self, seq: int) -> None:
         self._chains.forget()
-        if isinstance(self._ahead, Ahead):
-            self._ahead.rows.pop(seq, None)  # the rows of other sequences stay valid
-        elif self._ahead is not None and self._ahead.seq == seq:
+        self._plain.forget(seq)  # the rows of other sequences stay valid
+        if self._ahead is not None and self._ahead.seq == seq:
             self._ahead = None
         super()._close(seq)
 
 
-def _judged(
-    trials: Sequence[Trial], at: Sequence[Sequence[int]], results: np.ndarray, said: dict[int, int] | None
-) -> list[Judged]:
-    """Make verdicts of results; `said` gets each sequence's token, for the step that was started ahead."""
+def _judged(rows: Sequence[Sequence[int]], results: np.ndarray) -> list[Judged]:
+    """Make verdicts of results; `rows`: those of each trial, its root's first."""
     numbers, found = results[:, : CONFIDENCE + 1].tolist(), []
-    for trial, (root, *nodes) in zip(trials, at, strict=True):
+    for root, *nodes in rows:
         path = tuple([index for index, row in enumerate(nodes) if numbers[row][1]])
         way = [numbers[root], *(numbers[nodes[index]] for index in path)]
         # the confidence of a row is NaN if its logits are not all finite
         token = NO_TOKEN if math.isnan(sum(row[CONFIDENCE] for row in way)) else int(way[-1][0])
         found.append(Judged(path, token))
-        if said is not None:
-            said[trial.seq] = token
     return found

@@ -1,0 +1,231 @@
+"""Plain decoding of a batch on a GPU: the host launches each step before it has read the one before.
+
+Owns the step in flight: which sequences have a row in it, at which position, and where their tokens come from. The
+device passes the sampled tokens from one step to the next; the host only learns them. Does not own the launch
+(`launching.py`) or the arrays of a step (`decode_rows.py`). Invariant: a row that is not read after all, because its
+request has ended, was preempted or paused, has no effect: what it wrote lies behind the sequence, and all later work
+of the device comes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from specbranch.core.request import Request
+from specbranch.core.runner import NO_TOKEN, PlainStep
+from specbranch.errors import CacheFull, SpecBranchError
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.transfer import Reading
+from specbranch.models.gpu.decode_rows import DecodeRow, DecodeRows
+from specbranch.models.gpu.layout import CONFIDENCE
+from specbranch.models.runners.native import OpenSequence
+
+Texts = Mapping[int, Sequence[int]]  # the tokens of sequences; all but the last are computed
+
+
+class DecodeLauncher(Protocol):
+    """The runner, as far as decoding needs it."""
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens one sequence may hold."""
+        ...
+
+    def sequence(self, seq: int) -> OpenSequence | None:
+        """Return an open sequence."""
+        ...
+
+    def request(self, seq: int) -> Request:
+        """Return the request of a sequence."""
+        ...
+
+    def decodes(self, seq: int, length: int) -> bool:
+        """True if the device samples the token behind `length` tokens by itself."""
+        ...
+
+    def reserve(self, seq: int, position: int) -> Table:
+        """Make the KV slot at a position writable, or raise CacheFull; returns the page table."""
+        ...
+
+    def fits_one_step(self, rows: int, longest: int) -> bool:
+        """True if so many rows, the longest behind `longest` tokens, are one step."""
+        ...
+
+    def launch_decode(self, rows: DecodeRows) -> Reading:
+        """Launch a decode step, with prefill that was put off; returns its results in flight."""
+        ...
+
+    def commit(self, seq: int, token: int) -> None:
+        """Append a computed token to the prefix of a sequence."""
+        ...
+
+
+class Entry(NamedTuple):
+    """A sequence that gets its first row in a step."""
+
+    token: int
+    position: int
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched and is not read yet."""
+
+    rows: DecodeRows
+    positions: list[int]  # of the rows
+    row_of: dict[int, int]  # by sequence; those that are closed have none
+    results: Reading
+    # What each row computes: a token, or the one that row r of the step before has sampled, as -1 - r. Once that step
+    # is read, all are tokens.
+    tokens: list[int]
+
+    def reads(self, texts: Texts) -> dict[int, int]:
+        """Return the rows that compute the last token of a text, by sequence."""
+        found: dict[int, int] = {}
+        for seq, text in texts.items():
+            row = self.row_of.get(seq)
+            if row is not None and self.tokens[row] == text[-1] and self.positions[row] == len(text) - 1:
+                found[seq] = row
+        return found
+
+
+class PlainDecoder:
+    """Decodes sequences of a runner, one step ahead."""
+
+    def __init__(self, launcher: DecodeLauncher) -> None:
+        self._launcher = launcher
+        self._flight: Flight | None = None
+        self._joining: dict[int, int] = {}  # by sequence, the token that it begins to decode with
+
+    def join(self, seq: int, token: int) -> None:
+        """See `DecodesBatches.join`."""
+        self._joining[seq] = token
+
+    def forget(self, seq: int) -> None:
+        """Forget the row of a sequence in flight."""
+        self._joining.pop(seq, None)
+        if self._flight is not None:
+            self._flight.row_of.pop(seq, None)
+
+    def forget_all(self) -> None:
+        """Forget all rows in flight; a later step computes them again."""
+        self._flight = None
+
+    def decode(self, texts: Texts, going_on: Collection[int]) -> PlainStep | None:
+        """See `DecodesBatches.decode`."""
+        joining, self._joining = self._joining, {}
+        flight, self._flight = self._flight, None
+        now = {} if flight is None else flight.reads(texts)
+        entering = {seq: Entry(text[-1], len(text) - 1) for seq, text in texts.items() if seq not in now}
+        if entering and not self._can_enter(entering, len(texts)):
+            return None
+        failed: dict[int, SpecBranchError] = {}
+        ahead = bool(now)
+        if flight is None or not now:
+            flight = self._launch(self._with_memory(entering, failed), {})
+            if flight is None:
+                return PlainStep(dict, 0, False, frozenset(), failed)
+            now, entering = flight.row_of, {}
+        following = self._launch_next(flight, now, going_on, self._with_memory(entering, failed), joining)
+        self._flight = following
+
+        def sampled() -> dict[int, int]:
+            return self._read(flight, now, texts, following)
+
+        return PlainStep(sampled, len(flight.rows), ahead, frozenset(following.row_of if following else ()), failed)
+
+    def _can_enter(self, entering: Mapping[int, Entry], rows: int) -> bool:
+        """True if all tokens before the last are computed, and all sequences fit into one step."""
+        for seq, entry in entering.items():
+            sequence = self._launcher.sequence(seq)
+            if sequence is None or sequence.slots.tokens or len(sequence.slots.prefix) != entry.position:
+                return False
+        return self._launcher.fits_one_step(rows, 1 + max(entry.position for entry in entering.values()))
+
+    def _with_memory(
+        self, entering: Mapping[int, Entry], failed: dict[int, SpecBranchError]
+    ) -> dict[int, tuple[DecodeRow, Entry]]:
+        """Return the rows of sequences that find memory; `failed` gets the errors of the others."""
+        found: dict[int, tuple[DecodeRow, Entry]] = {}
+        for seq, entry in entering.items():
+            try:
+                table = self._launcher.reserve(seq, entry.position)
+                found[seq] = DecodeRow(table, self._launcher.request(seq)), entry
+            except CacheFull as error:
+                failed[seq] = error
+        return found
+
+    def _launch_next(
+        self,
+        flight: Flight,
+        now: Mapping[int, int],
+        going_on: Collection[int],
+        entered: dict[int, tuple[DecodeRow, Entry]],
+        joining: Mapping[int, int],
+    ) -> Flight | None:
+        """Launch the step behind `flight`: of sequences that go on, and of those that have no row in it yet."""
+        kept, same_tables = dict[int, int](), True
+        for seq, row in now.items():
+            position = flight.positions[row] + 1
+            if seq not in going_on or position >= self._launcher.context_length:
+                continue
+            if not flight.rows.rows[row].table.is_writable(position):
+                same_tables = False
+                if not self._with_memory({seq: Entry(0, position)}, {}):
+                    continue  # it gets a row once there is memory
+            kept[seq] = row
+        entered |= self._joined(joining, kept.keys() | entered.keys())
+        if not kept and not entered:
+            return None
+        if not entered and list(kept.values()) == [*range(len(flight.rows))]:
+            rows, positions = flight.rows.after(same_tables), [position + 1 for position in flight.positions]
+            tokens = [-1 - row for row in range(len(positions))]
+            return Flight(rows, positions, kept, self._launcher.launch_decode(rows), tokens)
+        return self._launch(entered, kept, flight)
+
+    def _joined(self, joining: Mapping[int, int], others: Collection[int]) -> dict[int, tuple[DecodeRow, Entry]]:
+        """Return the rows of sequences that begin to decode, as far as they fit into a step with the `others`."""
+        entering: dict[int, Entry] = {}
+        for seq, token in joining.items():
+            sequence = self._launcher.sequence(seq)
+            if seq in others or sequence is None or sequence.slots.tokens:
+                continue
+            position = len(sequence.slots.prefix)
+            if not self._launcher.decodes(seq, position + 1):
+                continue
+            if self._launcher.fits_one_step(len(others) + len(entering) + 1, position + 1):
+                entering[seq] = Entry(token, position)
+        return self._with_memory(entering, {})
+
+    def _launch(
+        self,
+        entered: Mapping[int, tuple[DecodeRow, Entry]],
+        kept: Mapping[int, int],
+        before: Flight | None = None,
+    ) -> Flight | None:
+        """Launch a step; `kept`: sequences that go on, with their rows in the step before."""
+        if not kept and not entered:
+            return None
+        going_on = [] if before is None else [(before.rows.rows[at], before.positions[at] + 1) for at in kept.values()]
+        rows = [*(row for row, _ in going_on), *(row for row, _ in entered.values())]
+        positions = [*(position for _, position in going_on), *(entry.position for _, entry in entered.values())]
+        tokens = [*(-1 - row for row in kept.values()), *(entry.token for _, entry in entered.values())]
+        made = DecodeRows(rows, positions, tokens)
+        row_of = {seq: row for row, seq in enumerate((*kept, *entered))}
+        return Flight(made, positions, row_of, self._launcher.launch_decode(made), tokens)
+
+    def _read(self, flight: Flight, now: Mapping[int, int], texts: Texts, following: Flight | None) -> dict[int, int]:
+        """Wait for a step, commit the tokens that it has computed, and return those that it has sampled."""
+        results = flight.results()
+        sampled: list[int] = results[:, 0].astype(np.int64).tolist()
+        for row in np.isnan(results[:, CONFIDENCE]).nonzero()[0].tolist():  # its logits are not all finite
+            sampled[row] = NO_TOKEN
+        for seq in now:
+            self._launcher.commit(seq, texts[seq][-1])
+        if following is not None:
+            following.tokens = [token if token >= 0 else sampled[-1 - token] for token in following.tokens]
+        return {seq: sampled[row] for seq, row in now.items()}
