@@ -219,6 +219,22 @@ def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(ki
     assert holds_nothing(executor) and reported.running == reported.waiting == 0
 
 
+@pytest.mark.parametrize("kv_slots", [None, 260])
+@pytest.mark.parametrize("number", tiered((150, 2000), (150).__eq__))
+def test_rounds_of_plain_decoding_give_what_each_request_gives_alone(number: int, kv_slots: int | None) -> None:
+    """Some requests cannot be decoded so, and one in 30 plans: then rounds are ordered meanwhile."""
+    executor = executors(kv_slots)["plain"]()
+    scheduler = Scheduler(Loop(executor, limits=LIMITS), most=12, ahead=4)
+    desk, plain = Desk(scheduler, random.Random(6), cancels=0.001), config_of("autoregressive", "match")
+    requests = [
+        (case, config if at % 30 == 0 else plain) for at, (case, config) in enumerate(mixed(number, 9, ("match",)))
+    ]
+    desk.run(requests)
+    check(desk.done, desk.cancelled)
+    assert executor.target.runner.steps > number  # type: ignore[attr-defined]
+    assert holds_nothing(executor) and (scheduler.snapshot().preemptions > 0) == (kv_slots is not None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_thousands_of_requests_give_what_each_gives_alone(memory: str) -> None:

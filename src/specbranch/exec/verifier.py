@@ -128,7 +128,8 @@ class Verifier(Worker):
     def decodes(self, session: int, length: int) -> bool:
         """True if the session can be decoded in a plain batch, behind `length` tokens; then also behind more."""
         request = self.request(session)
-        if self._batches is None or request.params.logprobs is not None or request.wants_forecast:
+        forecasts = request.wants_forecast and self.forecaster is not None
+        if self._batches is None or request.params.logprobs is not None or forecasts:
             return False
         return self._batches.decodes(session, length)
 
