@@ -58,6 +58,9 @@ CHUNK_QUERIES, CHUNK_ROWS = 128, 64  # queries and rows of a tile of a prompt, a
 CHUNK_WARPS, BATCH_WARPS, WARPS, JOIN_WARPS = 8, 4, 4, 1
 CHUNK_STAGES, STAGES = 3, 2
 BATCH_STAGES = ((128, 2), (1, 3))  # by the least number of rows
+# Rows of a step up to which `join` has a program for each query head: it reads a row's blocks one after the other, so
+# few rows behind long contexts would wait for it. Of more rows, a program has all heads of a key head.
+JOINED_ROWS = 64
 PARTIAL_BYTES = 1 << 28  # bytes of the results of blocks in a step, at most
 PROGRAMS = 256  # programs that share the blocks of a step of one sequence, about
 BATCH_PROGRAMS = 1024  # the same for several sequences
@@ -150,9 +153,10 @@ def attend_by_kernels(
             SPLITS=split_chunks, num_warps=CHUNK_WARPS if tile_rows * padded > CHUNK_ROWS else WARPS,
             num_stages=CHUNK_STAGES, **how,
         )  # fmt: skip
-    kernels.join[(results_of, kv_heads if batch else heads)](
+    joined_heads = share if batch and rows > JOINED_ROWS and split_chunks == 1 else 1
+    kernels.join[(results_of, heads // joined_heads)](
         sums, tops, totals, step.shared, step.positions, step.counts, out, rows, partial, **shape, BATCH=batch,
-        COUNT=share if batch else 1, TOTAL=total, num_warps=JOIN_WARPS, **how,
+        COUNT=joined_heads, TOTAL=total, num_warps=JOIN_WARPS, **how,
     )  # fmt: skip
     return out
 
