@@ -1,9 +1,10 @@
 """Measure what prompts cost on one GPU, as a user meets it, and compare with the bars for prefill and warm-up.
 
-Cases: prompts (64 short ones at once, and one alone), transformers (a long prompt, against transformers on the same
-weights), steps (decode steps of many rows), load (64 requests at once, as `bench load`), arrival (a long prompt among
-decoding requests), fresh-METHOD (first against tenth request of a fresh process), warm-up (loading). The pair is
-SmolLM2 in the shapes of 1B and 8B unless another is named. Prints a table last, and writes JSON to --out.
+Cases: prompts (64 short ones at once, and one alone), decode (rounds of plain decoding by batch size), transformers
+(a long prompt, against transformers on the same weights), steps (decode steps of many rows), load (64 requests at
+once, as `bench load`), arrival (a long prompt among decoding requests), fresh-METHOD (first against tenth request of a
+fresh process), warm-up (loading). The pair is SmolLM2 in the shapes of 1B and 8B unless another is named. Prints a
+table last, and writes JSON to --out.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from decode_cases import decode_figures
 from fresh_process import FreshOrder, late_captures
 from prefill_cases import (
     LONG_CONTEXT,
@@ -45,7 +47,12 @@ from specbranch.provenance import build, hardware
 
 FRESH_METHODS = ("autoregressive", "tree", "specbranch")
 FRESH = tuple(f"fresh-{method}" for method in FRESH_METHODS)
-ON_PAIR = {"prompts": short_figures, "transformers": transformers_figures, "load": load_figures}
+ON_PAIR = {
+    "prompts": short_figures,
+    "decode": decode_figures,
+    "transformers": transformers_figures,
+    "load": load_figures,
+}
 ARRIVAL = "arrival"  # closes the pair, so it comes last
 CASES = (*FRESH, "warm-up", "steps", *ON_PAIR, ARRIVAL)
 FAILED = "the case failed"

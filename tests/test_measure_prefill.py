@@ -42,13 +42,15 @@ def test_short_prompts_and_an_arrival_are_measured_on_a_tiny_pair(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "found.json"
-    assert run(script, monkeypatch, "arrival", "prompts", *small(pair, out)) == 0
+    assert run(script, monkeypatch, "arrival", "prompts", "decode", *small(pair, out)) == 0
     found = json.loads(out.read_text())
-    by_case = {case: [one for one in found["figures"] if one["case"] == case] for case in ("prompts", "arrival")}
+    cases = ("prompts", "decode", "arrival")
+    by_case = {case: [one for one in found["figures"] if one["case"] == case] for case in cases}
+    assert [one["unit"] for one in by_case["decode"]] == ["tokens/s", "%", *["of greedy"] * 3]
     assert [one["unit"] for one in by_case["prompts"]] == ["ms"] * 4
     assert [one["bar"] for one in by_case["prompts"]] == [130.0, 8.0, None, None]
     assert all(one["value"] > 0 for one in by_case["prompts"] + by_case["arrival"][:6])
-    assert found["arguments"]["cases"] == ["prompts", "arrival"] and found["commit"]
+    assert found["arguments"]["cases"] == [*cases] and found["commit"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["case", "figure", "measured", "bar", "ok"] and "bars are missed" in lines[-1]
     assert len(lines) == 2 + len(found["figures"])

@@ -1,0 +1,76 @@
+"""What plain decoding of a batch reaches, and how much of a round the device idles.
+
+Owns the measurement and its bars; `measure_prefill.py` chooses and prints it. A round's time is the median gap between
+two tokens of a request, prompts left out. The device's own time is that of the step as it was timed when it was
+captured; what is beyond it counts as idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from prefill_cases import Figure, Sizes
+from prefill_prompts import short_prompts
+
+from specbranch import SamplingParams
+from specbranch.core.runner import TimesForwards
+from specbranch.engine import LLMView
+from specbranch.lab.bench.recorded_pair import RecordedPair
+from specbranch.lab.bench.results import BASELINE
+from specbranch.lab.bench.under_load import Arrivals
+
+RATE_BARS = {1: 240.0, 4: 940.0, 16: 3600.0, 64: 10_500.0}  # tokens a second at 8B
+IDLE_BAR = 2.0  # per cent of a round
+SAMPLINGS: dict[str, tuple[dict[str, Any], float]] = {  # parameters, and the least share of the greedy rate
+    "temperature 0.8": ({"temperature": 0.8}, 0.98),
+    "top-p 0.9": ({"temperature": 0.8, "top_p": 0.9}, 0.95),
+    "penalties and log-probabilities": ({"presence_penalty": 0.5, "logprobs": 5}, 0.95),
+}
+
+
+def decode_figures(recorded: RecordedPair, sizes: Sizes) -> Iterator[Figure]:
+    """Measure tokens a second of plain decoding by batch size, and by sampling parameters in the largest batch."""
+    llm, runner = recorded.llm.using(BASELINE), recorded.llm.target_runner
+    batches = [count for count in RATE_BARS if count <= sizes.at_once]
+    for count in batches:
+        prompts = short_prompts(recorded.llm.tokenizer, count)
+        greedy = _round_seconds(llm, prompts, sizes, {})
+        yield Figure("decode", f"{count} at once", count / greedy, "tokens/s", RATE_BARS[count], at_least=True)
+        step = runner.forward_seconds(count) if isinstance(runner, TimesForwards) else None
+        idle = None if step is None else 100.0 * max(1.0 - step / greedy, 0.0)
+        note = "" if step is None else f"a step takes {1000 * step:.2f} ms, a round {1000 * greedy:.2f}"
+        yield Figure("decode", f"{count} at once, the device idles", idle, "%", IDLE_BAR, note=note)
+        if count == batches[-1]:
+            for name, (params, bar) in SAMPLINGS.items():
+                share = greedy / _round_seconds(llm, prompts, sizes, params)
+                yield Figure("decode", f"{count} at once, {name}", share, "of greedy", bar, at_least=True)
+
+
+def _round_seconds(llm: LLMView, prompts: Sequence[list[int]], sizes: Sizes, params: dict[str, Any]) -> float:
+    """Return the median seconds of a round in which all prompts decode."""
+    gaps: list[float] = []
+    for turn in range(1 + sizes.turns):  # the first turn warms up
+        arrivals = _answered(llm, prompts, SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, seed=1, **params))
+        last_start = max(one.times[0] for one in arrivals)
+        first_end = min(one.times[-1] for one in arrivals)
+        if turn:
+            gaps += [
+                later - earlier
+                for one in arrivals
+                for earlier, later in zip(one.times, one.times[1:], strict=False)
+                if last_start <= earlier and later <= first_end
+            ]
+    return median(gaps)
+
+
+def _answered(llm: LLMView, prompts: Sequence[list[int]], params: SamplingParams) -> list[Arrivals]:
+    answers = [answer for prompt in prompts for answer in llm.core.make_samples(prompt, params, llm.decoding)]
+    arrivals = [Arrivals() for _ in answers]
+    for answer, arrived in zip(answers, arrivals, strict=True):
+        answer.session.on_round = arrived.note
+    for answer in llm.core.run_all(answers, len(answers)):
+        if (error := answer.output().error) is not None:
+            raise error
+    return arrivals
