@@ -67,7 +67,7 @@ _what, _how, _where = (options_of(title) for title in ("What to tune", "What for
     "--suites",
     multiple=True,
     metavar="NAME",
-    help=f"Suite; may be repeated, or several names with commas [{ALL_SHIPPED}: 4 prompts of each].",
+    help=f"Suite, but no exam-…; may be repeated, or several names with commas [{ALL_SHIPPED}: 4 prompts of each].",
 )
 @_how("--data", **DATA)
 @_how("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts of each suite.")
