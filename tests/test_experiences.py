@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import multiprocessing
+import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +19,14 @@ from filelock import FileLock
 from specbranch import LLM, SamplingParams
 from specbranch.config import SpeculativeConfig
 from specbranch.core.costs import MeasuredCosts, Recent
-from specbranch.core.experience import MOST_SHIFT, Insight
+from specbranch.core.draft_evaluation import ClassCounts, DraftEvaluation
+from specbranch.core.experience import EVALUATED_CLASS, MOST_SHIFT, Insight
+from specbranch.core.trees import CLASSES
 from specbranch.experiences import MOST_NEWS, ExperienceFile, Experiences, LearnedNews, experience_folder
 
 HERE = {"target": "a", "threads": 2}
 CONFIG = SpeculativeConfig(method="specbranch")
+PRIOR = DraftEvaluation(ClassCounts((500,) * CLASSES, (50,) * CLASSES), text="a text of 8,500 tokens")
 OTHER_LOADING = {"runner": "transformers", "weights": "int8", "draft_weights": "int8"}
 
 
@@ -69,6 +74,70 @@ def test_what_was_taken_up_is_not_added_again(tmp_path: Path) -> None:
     assert file.read().insights[next(iter(file.read().insights))].first.seen == found.first.seen
 
 
+def with_prior(file: ExperienceFile | None, prior: DraftEvaluation | None = PRIOR) -> Experiences:
+    return Experiences(MeasuredCosts(), True, file, prior)
+
+
+def test_a_new_configuration_starts_from_the_drafts_evaluation() -> None:
+    usual, insight = Insight(), with_prior(None).of(CONFIG).insight
+    assert insight.chances().first[8] == pytest.approx(0.12, abs=0.01) and usual.chances().first[8] == 0.6
+    assert insight.chances().other == usual.chances().other, "it met none of these"
+
+
+def test_the_second_start_has_both_the_evaluation_and_what_was_learned(tmp_path: Path) -> None:
+    file = ExperienceFile(tmp_path, HERE)
+    first = with_prior(file)
+    insight = first.of(CONFIG).insight
+    for _ in range(7):
+        insight.learn("first", 8, True)
+    assert first.learned is not None
+    first.learned.target.set(4, 0.02)
+    first.write(last=True)
+    later = with_prior(file).of(CONFIG).insight
+    for name in ("first", "other", "cover", "hits", "looked"):
+        kept, learned = getattr(later, name), getattr(insight, name)
+        assert (kept.seen, kept.met) == (learned.seen, learned.met) and kept.true == pytest.approx(learned.true)
+    assert later.first.seen[8] == EVALUATED_CLASS + 7, "the evaluation counts once, and so does each verdict"
+    assert later.promise(0.1) == pytest.approx(insight.promise(0.1))
+
+
+def test_what_the_file_holds_wins_over_an_evaluation(tmp_path: Path) -> None:
+    file = ExperienceFile(tmp_path, HERE)
+    learned(file, first=30).write(last=True)
+    insight = with_prior(file).of(CONFIG).insight
+    assert insight.first.seen[2] == Insight().first.seen[2] + 30
+    assert insight.chances().first[8] == Insight().chances().first[8]
+    other = with_prior(file).of(SpeculativeConfig(method="tree")).insight
+    assert other.first.seen[2] == EVALUATED_CLASS, "what the file does not know starts from the evaluation"
+
+
+def test_news_of_a_process_without_the_evaluation_join_what_the_first_one_wrote(tmp_path: Path) -> None:
+    file = ExperienceFile(tmp_path, HERE)
+    one, other = with_prior(file), with_prior(file, None)
+    for made in (one, other):
+        assert made.learned is not None
+        made.learned.target.set(4, 0.02)
+        made.of(CONFIG).insight.learn("first", 8, True)
+        made.write(last=True)
+    assert with_prior(file).of(CONFIG).insight.first.seen[8] == EVALUATED_CLASS + 2
+
+
+def test_an_llm_starts_from_the_evaluation_in_its_drafts_folder(
+    pair: tuple[str, str], tiny_draft: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = shutil.copytree(tiny_draft, tmp_path / "draft", ignore=shutil.ignore_patterns("training"))
+    usual = Insight().chances()
+    options = {"keep_experience": False}
+    with LLM(pair[0], str(draft), device="cpu", options=options) as llm:
+        found = llm.decoding.experience.insight
+        assert found.chances().first != usual.first
+        assert llm.modelled("c10").decoding.experience.insight.chances() == found.chances()
+    (draft / "evaluation.json").write_text('{"format": 1}')
+    with caplog.at_level(logging.WARNING), LLM(pair[0], str(draft), device="cpu", options=options) as llm:
+        assert llm.decoding.experience.insight.chances() == usual
+    assert "evaluation.json is of another version" in caplog.text and "starts with built-in figures" in caplog.text
+
+
 def _learn_for_a_while(folder: str, times: int) -> None:
     file = ExperienceFile(Path(folder), HERE)
     for _ in range(times):
@@ -88,7 +157,7 @@ def test_processes_at_work_at_once_lose_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.new"))
 
 
-COVER, HOST, SLOW_DOWN = '"cover": [[20.0], [16.0]]', '["plain", 1, [0.001]]', '"draft": [0.0005]'
+COVER, HOST, SLOW_DOWN = '"cover": [[20.0], [16.0], [1.0]]', '["plain", 1, [0.001]]', '"draft": [0.0005]'
 Damage = Callable[[str], str]
 
 
@@ -102,8 +171,8 @@ DAMAGE: dict[str, Damage] = {
     "no object": lambda text: "[1, 2]",
     "nested without end": lambda text: "[" * 100_000,
     "another pair": changed('"target": "a"', '"target": "b"'),
-    "another format": changed('"format": 5', '"format": 99'),
-    "the format before": changed('"format": 5', '"format": 4'),
+    "another format": changed('"format": 6', '"format": 99'),
+    "the format before": changed('"format": 6', '"format": 5'),
     "a time that is no number": changed("0.02", '"soon"'),
     "a time that is true": changed("0.02", "true"),
     "no time at all": changed("0.02", "0.0"),
@@ -133,12 +202,18 @@ DAMAGE: dict[str, Damage] = {
     "a slow-down not finite": changed(SLOW_DOWN, '"draft": [NaN]'),
     "a slow-down of days": changed(SLOW_DOWN, '"draft": [-1e6]'),
     "no slow-down": changed(SLOW_DOWN, '"drafts": [0.0005]'),
-    "a share above 1": changed(COVER, '"cover": [[20.0], [26.0]]'),
-    "a tally without end": changed(COVER, '"cover": [[1e308], [1e308]]'),
-    "a tally beyond its memory": changed(COVER, '"cover": [[900], [16.0]]'),
-    "a tally below zero": changed(COVER, '"cover": [[20.0], [-1]]'),
-    "a tally of nothing": changed(COVER, '"cover": [[0.0], [0.0]]'),
-    "too few": changed(COVER, '"cover": [[], []]'),
+    "a share above 1": changed(COVER, '"cover": [[20.0], [26.0], [1.0]]'),
+    "a tally without end": changed(COVER, '"cover": [[1e308], [1e308], [1.0]]'),
+    "a tally beyond its memory": changed(COVER, '"cover": [[205], [16.0], [1.0]]'),
+    "a tally below zero": changed(COVER, '"cover": [[20.0], [-1], [1.0]]'),
+    "a tally of nothing": changed(COVER, '"cover": [[0.0], [0.0], [1.0]]'),
+    "too few": changed(COVER, '"cover": [[], [], []]'),
+    "no frequencies": changed(COVER, '"cover": [[20.0], [16.0]]'),
+    "a frequency below zero": changed(COVER, '"cover": [[20.0], [16.0], [-1.0]]'),
+    "frequencies without end": changed(COVER, '"cover": [[20.0], [16.0], [1e9]]'),
+    "classes that never occur": lambda text: re.sub(
+        r'("first": \[\[[^]]*\], \[[^]]*\], )\[[^]]*\]', lambda found: f"{found[1]}{[0.0] * CLASSES}", text, count=1
+    ),
     "no hits": changed('"hits"', '"misses"'),
     "shifts without end": changed('"shifts": [0.0', '"shifts": [1e308'),
     "shifts that are no numbers": changed('"shifts": [0.0', '"shifts": [true'),

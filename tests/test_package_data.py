@@ -32,7 +32,7 @@ def test_the_default_draft_and_a_profile_are_packed_and_small() -> None:
     found = packed()
     assert {
         SOURCE / "drafts" / DEFAULT_PAIR / name
-        for name in ("config.json", "model.safetensors", "provenance.json", "README.md")
+        for name in ("config.json", "model.safetensors", "provenance.json", "evaluation.json", "README.md")
     } <= found
     assert SOURCE / "clock" / "profiles" / "h200-1b-8b.json" in found
     assert sum(file.stat().st_size for file in found) < 30e6

@@ -31,6 +31,7 @@ from specbranch.exec.verifier import Verifier
 from specbranch.pairs import draft_path
 
 if TYPE_CHECKING:
+    from specbranch.core.draft_evaluation import DraftEvaluation
     from specbranch.models.files.fetch import Progress
     from specbranch.models.runners.torch_runner import TorchRunner
     from specbranch.text.tokenizer import Tokenizer
@@ -164,6 +165,18 @@ def fitted_to_target(draft: ModelChoice, target: str) -> ModelChoice:
 
     found = replace(draft, name=draft_path(draft.name))
     return replace(found, shares=target) if is_draft_folder(found.name) else found
+
+
+def draft_evaluation(draft: ModelChoice | None) -> DraftEvaluation | None:
+    """Return the evaluation that a draft's folder carries; None if there is none. A damaged one is ignored with a
+    warning."""
+    from specbranch.models.drafts.evaluation_file import read_evaluation
+
+    try:
+        return None if draft is None else read_evaluation(draft_path(draft.name))
+    except ModelError as error:
+        log.warning("%s Until it is measured again, the planner starts with built-in figures.", error)
+        return None
 
 
 def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:

@@ -14,8 +14,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
-from specbranch.assembly import ModelChoice, Parts, assemble, chosen_draft, chosen_target, cost_profile, experience_key
-from specbranch.clock.profile import CostProfile
+from specbranch.assembly import (
+    ModelChoice,
+    Parts,
+    assemble,
+    chosen_draft,
+    chosen_target,
+    cost_profile,
+    draft_evaluation,
+    experience_key,
+)
 from specbranch.clock.shipped import load_profile
 from specbranch.config import OVERLAPPING, ExecutorName, LoadOptions, SamplingParams, SpeculativeConfig, WarmUpName
 from specbranch.core.costs import MeasuredCosts
@@ -268,7 +276,8 @@ class LLM(LLMView):
         predictor = EnginePredictor(load_options.predictor, self.target, draft_name, parts.verifier)
         max_batch = _batch_limit(load_options.max_batch, parts.verifier.runner)
         models = LoadedModels(parts, draft_choice is not None, predictor, warmed_sessions=max_batch if full else 0)
-        core = _core(models, costs, file, load_options.max_num_batched_tokens)
+        experiences = Experiences(costs, models.has_draft, file, draft_evaluation(draft_choice))
+        core = _core(models, experiences, load_options.max_num_batched_tokens)
         super().__init__(core, core.decoding(config, warm_up=True), max_batch)
         count_late_from_now(models.runners)  # a kernel that the draft's load compiled counted for the target
         # Python's full garbage collections skip what is there now, all modules above all: one would pause every
@@ -335,11 +344,8 @@ def as_sampling_params(params: Params) -> SamplingParams:
     return params or SamplingParams()
 
 
-def _core(
-    models: LoadedModels, costs: CostProfile | MeasuredCosts, file: ExperienceFile | None, most: int | None
-) -> EngineCore:
+def _core(models: LoadedModels, experiences: Experiences, most: int | None) -> EngineCore:
     """Put a queue in front of loaded models; `most`: decode rows and prompt tokens of a round, None: as measured."""
-    experiences = Experiences(costs, models.has_draft, file)
     runner = models.parts.verifier.runner
     table = runner if isinstance(runner, TimesForwards) else None
     loop = Loop(models.parts.executor, costs=experiences.learned, limits=_round_limits(runner, most), table=table)

@@ -125,7 +125,7 @@ class EngineCore:
         draft = MeteredDrafter(drafter.runner) if drafter else None
         clock = VirtualClock(Verifier(self.verifier.runner), draft, profile)
         scheduler = Scheduler(Loop(clock, limits=self.loop.limits), first=self.scheduler.first or self.scheduler)
-        return EngineCore(models, scheduler, Experiences(profile, models.has_draft))
+        return EngineCore(models, scheduler, Experiences(profile, models.has_draft, prior=self.experiences.prior))
 
     def encode(self, prompt: PromptLike) -> list[int]:
         """Return a prompt as token ids. Token ids that the target does not have are refused."""

@@ -4,7 +4,8 @@
 process. Owns which file belongs to a pair, its format, and how news are merged into it. It does not own what is
 learned: see `core/experience.py`. Invariant: news are merged into what the file holds at that moment, under a lock, so
 concurrent processes lose nothing. A background thread writes, so decoding waits for no disk and no lock. A file with an
-impossible number is ignored as a whole.
+impossible number is ignored as a whole. A configuration that the file does not know starts from the draft's evaluation,
+in memory and in the file alike.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from filelock import FileLock, Timeout
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.costs import TIMES_KEPT, Costs, Curve, MeasuredCosts, Recent, RunKind
-from specbranch.core.experience import MOST_SHIFT, Experience, Insight, News, Tally
+from specbranch.core.draft_evaluation import DraftEvaluation
+from specbranch.core.experience import EVALUATED_CLASS, MOST_SHIFT, Experience, Insight, News, Tally
 from specbranch.files import replacing
 
 log = logging.getLogger("specbranch")
 
 EXPERIENCE_VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to save it in; "off": nowhere
-EXPERIENCE_FORMAT = 5
+EXPERIENCE_FORMAT = 6
 WRITE_PAUSE = 5.0  # seconds between two writes, unless it is the last
 WRITE_WAIT = 2.0  # seconds for another process to finish its write
 MOST_CONFIGURATIONS = 64  # configurations whose experience is in memory; a request may bring any
@@ -48,11 +50,19 @@ SavedCosts = dict[str, Any]  # JSON values
 class Experiences:
     """One `Experience` for each configuration, all with the same costs; saved in a file if there is one."""
 
-    def __init__(self, costs: Costs, has_draft: bool, file: ExperienceFile | None = None) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        has_draft: bool,
+        file: ExperienceFile | None = None,
+        prior: DraftEvaluation | None = None,
+    ) -> None:
+        """`prior`: the draft's own evaluation, from which a configuration starts that the file does not know."""
+        self.prior = prior
         self.learned = costs if isinstance(costs, MeasuredCosts) else None
         self._costs = costs
         self._has_draft = has_draft
-        self._writer = BackgroundWriter(file) if file else None
+        self._writer = BackgroundWriter(file, prior) if file else None
         self._kept = file.read() if file else Kept()
         self._made: dict[str, Experience] = {}
         self._written = time.monotonic()
@@ -67,7 +77,7 @@ class Experiences:
         else:
             for old in list(self._made)[: max(len(self._made) + 1 - MOST_CONFIGURATIONS, 0)]:
                 del self._made[old]  # what it has shown since the last write is lost
-            made = self._made[name] = Experience(self._costs, self._has_draft)
+            made = self._made[name] = Experience(self._costs, self._has_draft, self.prior)
             if self._writer:
                 made.insight = self._kept.insights.pop(name, made.insight)
                 made.insight.news = []
@@ -127,9 +137,9 @@ class BackgroundWriter:
     """Adds news to a file in a background thread. If another process holds the lock, the news wait for the next
     write."""
 
-    def __init__(self, file: ExperienceFile) -> None:
+    def __init__(self, file: ExperienceFile, prior: DraftEvaluation | None = None) -> None:
         self.failed = False  # the file cannot be written; a warning said so
-        self._file = file
+        self._file, self._prior = file, prior
         self._lock = Lock()
         self._waiting = LearnedNews()
         self._thread: Thread | None = None
@@ -162,7 +172,7 @@ class BackgroundWriter:
         if not news or self.failed:
             return
         try:
-            self._file.add(news)
+            self._file.add(news, self._prior)
         except Timeout:  # another process holds the lock: next time
             with self._lock:
                 self._waiting = news.then(self._waiting)
@@ -196,15 +206,20 @@ class Kept:
             set_costs(MeasuredCosts(), values["costs"])  # raises if a number is impossible
         return cls(values["costs"], insights)
 
-    def add(self, news: LearnedNews) -> None:
-        """Merge news. Impossible values, such as the time of a round in which the machine slept, are left out: they
-        would make the file unreadable."""
+    def add(self, news: LearnedNews, prior: DraftEvaluation | None = None) -> None:
+        """Merge news; a configuration that is new here starts from `prior`, as it did where the news come from.
+
+        Impossible values, such as the time of a round in which the machine slept, are left out: they would make the
+        file unreadable.
+        """
         with suppress(ValueError):
             if news.costs is not None:
                 set_costs(MeasuredCosts(), news.costs)
                 self.costs = news.costs
         for name, learned in news.insights.items():
-            insight = self.insights.setdefault(name, Insight())
+            if name not in self.insights:
+                self.insights[name] = Insight.starting_from(prior)
+            insight = self.insights[name]
             for of, at, value in learned:
                 insight.take(of, at, value)
 
@@ -234,12 +249,12 @@ class ExperienceFile:
                 log.warning("What was learned earlier in %s is ignored (%s); it is learned anew.", self.path, error)
             return Kept()
 
-    def add(self, news: LearnedNews) -> None:
-        """Merge news into the file; raise if that fails."""
+    def add(self, news: LearnedNews, prior: DraftEvaluation | None = None) -> None:
+        """Merge news into the file, see `Kept.add`; raise if that fails."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock"), timeout=WRITE_WAIT):
             kept = self.read(aloud=False)  # the first read has warned
-            kept.add(news)
+            kept.add(news, prior)
             values = {"format": EXPERIENCE_FORMAT, "circumstances": self.key, **kept.to_dict()}
             with replacing(self.path) as part:
                 part.write_text(json.dumps(values), encoding="utf-8")
@@ -294,21 +309,25 @@ def _curves(costs: MeasuredCosts) -> list[tuple[str, Curve]]:
 
 
 def _insight_to_dict(insight: Insight) -> dict[str, Any]:
-    tallies = {name: [getattr(insight, name).seen, getattr(insight, name).true] for name in TALLIES}
-    return {**tallies, "shifts": insight.shifts}
+    tallies: dict[str, Tally] = {name: getattr(insight, name) for name in TALLIES}
+    columns = {name: [tally.seen, tally.true, tally.met] for name, tally in tallies.items()}
+    return {**columns, "shifts": insight.shifts}
 
 
 def _insight(saved: Mapping[str, Any]) -> Insight:
     insight = Insight()
     for name in TALLIES:
         tally: Tally = getattr(insight, name)
-        seen, true = ([_number(x, 0.0, tally.most) for x in column] for column in saved[name])
+        most = tally.most + EVALUATED_CLASS  # of `met`, which may count more than `seen`
+        seen, true, met = ([_number(x, 0.0, most) for x in column] for column in saved[name])
         if not (
-            len(seen) == len(true) == len(tally.seen)
-            and all(t <= s and s > 0.0 for s, t in zip(seen, true, strict=True))
+            len(seen) == len(true) == len(met) == len(tally.seen)
+            and all(t <= s <= tally.most and s > 0.0 for s, t in zip(seen, true, strict=True))
         ):
             raise ValueError(f"{name} does not fit")
-        tally.seen, tally.true = seen, true
+        tally.seen, tally.true, tally.met = seen, true, met
+    if not sum(insight.first.met):
+        raise ValueError("no class of first candidates occurs")
     shifts = [_number(x, -MOST_SHIFT, MOST_SHIFT) for x in saved["shifts"]]
     if len(shifts) != len(insight.shifts):
         raise ValueError("shifts do not fit")

@@ -66,6 +66,13 @@ class FileValues:
             self.refuse(key, "a list")
         return value
 
+    def counts(self, key: str, length: int) -> tuple[int, ...]:
+        """Return a list of so many whole numbers, 0 or more."""
+        value = self.items(key)
+        if len(value) != length or not all(_is_whole(one) and 0 <= one < TOO_LARGE for one in value):
+            self.refuse(key, f"a list of {length} whole numbers ≥ 0")
+        return tuple(value)
+
     def ids(self, key: str) -> tuple[int, ...]:
         """Return token ids, each once: of one number, or of a list. None are returned if it is absent."""
         value = self._or(key, [])

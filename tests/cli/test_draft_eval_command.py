@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,35 @@ def test_the_table_says_the_same_as_the_json(command: Command, pair: tuple[str, 
     )
     assert f"top-1 agreement {printed['top1']:.3f}, top-3 {printed['top3']:.3f}" in shown
     assert "2 prompts" in shown and "draft of 10:" in shown
+
+
+def test_the_json_has_the_counts(command: Command, pair: tuple[str, str], prompts: str) -> None:
+    printed = json.loads(evaluated(command, *pair, prompts, "--json").out)
+    counts = printed["evaluation"]
+    assert counts["positions"] == printed["tokens"] == sum(counts["first_met"])
+    assert counts["hits"] / printed["tokens"] == pytest.approx(printed["top1"]) and counts["covered"] >= counts["hits"]
+    assert counts["text"] == "greedy answers to 3 prompts of prompts.txt"
+
+
+def test_a_drafts_folder_keeps_the_counts_if_asked_to(
+    command: Command, pair: tuple[str, str], tiny_draft: Path, prompts: str, tmp_path: Path
+) -> None:
+    draft = shutil.copytree(tiny_draft, tmp_path / "draft", ignore=shutil.ignore_patterns("training"))
+    before = (draft / "evaluation.json").read_text()
+    assert evaluated(command, pair[0], str(draft), prompts).code == 0
+    assert (draft / "evaluation.json").read_text() == before
+    done = evaluated(command, pair[0], str(draft), prompts, "--save", "--json")
+    assert json.loads((draft / "evaluation.json").read_text()) == json.loads(done.out)["evaluation"]
+    assert f"The counts are in {draft / 'evaluation.json'}" in done.err
+
+
+def test_only_a_drafts_folder_keeps_the_counts(
+    command: Command, pair: tuple[str, str], prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specbranch.cli.options.load_llm", lambda given: pytest.fail("the target was loaded"))
+    done = evaluated(command, *pair, prompts, "--save")
+    assert done.code == 2 and "is no folder of a draft made by" in done.err
+    assert not (Path(pair[1]) / "evaluation.json").exists()
 
 
 def test_a_missing_draft_or_file_is_a_sentence(

@@ -13,6 +13,7 @@ from specbranch import LLM, SpeculativeConfig
 from specbranch.clock.profile import CostProfile
 from specbranch.lab.bench.tuning import Tuner
 from specbranch.lab.replay.record import Record
+from specbranch.lab.suites.suite import PROMPTS_FOLDER
 
 pytestmark = pytest.mark.usefixtures("tiny")
 SMALL = ("--device", "cpu", "--context-length", "128", "--max-tokens", "12")
@@ -253,3 +254,15 @@ def test_a_search_knows_how_weights_are_stored(command: Command, asked: list[str
     assert json.loads((tmp_path / "tuned.json").read_text())["tuned_for"]["weights"] == "int8"
     refused = command(*asked, *how, "tiny")
     assert refused.code == 2 and "Unknown storage of weights 'tiny'" in refused.err
+
+
+@pytest.mark.parametrize("suites", ["exam", "exam-edits", "own-math,exam-questions"])
+def test_nothing_is_tuned_on_the_exam(command: Command, tmp_path: Path, suites: str) -> None:
+    done = command("tune", "--suites", suites, "--profile", "c10", "--out", str(tmp_path / "tuned.json"))
+    assert done.code == 2 and "nothing is tuned on it" in done.err and not (tmp_path / "tuned.json").exists()
+
+
+def test_nor_on_the_exams_files(command: Command, tmp_path: Path) -> None:
+    file = PROMPTS_FOLDER / "exam-edits.jsonl"
+    done = command("tune", "--prompts", str(file), "--profile", "c10", "--out", str(tmp_path / "tuned.json"))
+    assert done.code == 2 and "exam-edits: the exam tests planners" in done.err

@@ -84,7 +84,8 @@ def distill(as_json: bool, start: str | None, data: Path | None, **given: Any) -
 
     The draft shares the target's embedding and output head, and stores only its own layers. If the command is killed,
     the same command with --resume continues. DIR/training holds the training text, checkpoints, metrics.jsonl and a
-    chart; you may delete it afterwards.
+    chart; you may delete it afterwards. DIR/evaluation.json counts how often the target chose the draft's candidates
+    on held-out text; a planner starts from it.
     """
     from specbranch.cli.generate import read_prompts
     from specbranch.cli.progress import counted, pulled

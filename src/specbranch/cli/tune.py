@@ -67,7 +67,7 @@ _what, _how, _where = (options_of(title) for title in ("What to tune", "What for
     "--suites",
     multiple=True,
     metavar="NAME",
-    help=f"Suite; may be repeated, or several names with commas [{ALL_SHIPPED}: 4 prompts of each].",
+    help=f"Suite, but no exam-…; may be repeated, or several names with commas [{ALL_SHIPPED}: 4 prompts of each].",
 )
 @_how("--data", **DATA)
 @_how("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts of each suite.")
@@ -165,11 +165,13 @@ def _order(given: dict[str, Any]) -> TuneOrder:
 
 def _suites(given: dict[str, Any]) -> tuple[Suite, ...]:
     from specbranch.lab.bench.tuning import tuning_suites
-    from specbranch.lab.suites.suite import load_suites
+    from specbranch.lab.suites.suite import load_suites, refuse_exam
 
     if not given["suites"] and not given["prompts"]:
         return tuple(suite.first(given["limit"]) for suite in tuning_suites())
-    return load_suites(given["suites"], files=given["prompts"], data=given["data"], limit=given["limit"])
+    suites = load_suites(given["suites"], files=given["prompts"], data=given["data"], limit=given["limit"])
+    refuse_exam(suites)
+    return suites
 
 
 def _table(report: dict[str, Any], out: Path) -> list[str]:

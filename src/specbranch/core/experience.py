@@ -1,16 +1,19 @@
 """What is learned of a pair and outlives requests: costs, acceptance by rank and probability, and the decoding rate.
 
-Owns the estimates that a `Planner` uses; how they are saved is `experiences.py`. Invariant: estimates come from
-verdicts and times, never from tokens that no verdict has judged.
+Owns the estimates that a `Planner` uses; how they are saved is `experiences.py`. They start from built-in figures, and
+from the evaluation of the draft if there is one. Invariant: all later estimates come from verdicts and times, never
+from tokens that no verdict has judged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from specbranch.core.arms import Arms
 from specbranch.core.costs import Costs, MeasuredCosts
+from specbranch.core.draft_evaluation import ClassCounts, DraftEvaluation
 from specbranch.core.goodput import Goodput
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.trees import Chances, shifted
@@ -51,6 +54,10 @@ USUAL_LOOK = (
 )
 # For the middle two columns: what is added to the candidate's log-odds if lookup proposes the same token.
 USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.5), (0.8, 1.8), (1.2, 2.0), (1.5, 2.4), (1.7, 2.8), (1.8, 2.9))
+# Observations that a class counts at most if it starts from the draft's evaluation, whose text is not the user's. This
+# is three times what built-in figures count; a frequent class meets as many in some hundred tokens.
+EVALUATED_CLASS = 60.0
+EVALUATED_SHARE = 40.0  # the same for USUAL_HITS and USUAL_COVER, which follow the latest 200 positions
 LEARNING_PACE = 0.06  # step size of learning these shifts
 MOST_SHIFT = 30.0  # log-odds: a larger shift adds no certainty, and its exponential may overflow
 LATELY = 50.0  # tokens over which the rate of a request is measured
@@ -68,7 +75,8 @@ class Tally:
     def __init__(self, usual: tuple[float, ...], trust: float = 20.0, memory: float = 4000.0) -> None:
         self.seen = [trust] * len(usual)
         self.true = [trust * share for share in usual]
-        self.trust, self._memory = trust, memory
+        self.met = [1.0] * len(usual)  # how often each class occurs, for comparisons between classes
+        self._memory = memory
 
     @property
     def most(self) -> float:
@@ -78,9 +86,18 @@ class Tally:
     def add(self, at: int, true: bool) -> None:
         """Count an observation."""
         if self.seen[at] >= self._memory:
-            self.seen[at], self.true[at] = 0.5 * self.seen[at], 0.5 * self.true[at]
+            self.seen[at], self.true[at], self.met[at] = 0.5 * self.seen[at], 0.5 * self.true[at], 0.5 * self.met[at]
         self.seen[at] += 1.0
+        self.met[at] += 1.0
         self.true[at] += true
+
+    def start_from(self, seen: Sequence[int], true: Sequence[int], most: float) -> None:
+        """Start from counts as well as from the initial shares; a class counts at most `most` observations."""
+        for at, (more, of_these) in enumerate(zip(seen, true, strict=True)):
+            count = self.seen[at] + more
+            share = (self.true[at] + of_these) / count
+            self.seen[at] = min(count, most)
+            self.true[at] = share * self.seen[at]
 
     def shares(self) -> tuple[float, ...]:
         """Return how often it came true, by class."""
@@ -111,6 +128,27 @@ class Insight:
     _promise: tuple[tuple[int, float], float] = ((-1, 0.0), 0.0)  # the last one that was computed
     news: list[News] | None = None  # what was learned since the last save; None: nothing is saved
 
+    @classmethod
+    def starting_from(cls, prior: DraftEvaluation | None) -> Self:
+        """Return the statistics before the first verdict: built-in figures, and a draft's evaluation if there is one.
+
+        Classes that the evaluation did not meet keep the built-in figures.
+        """
+        insight = cls()
+        if prior is not None and prior.positions:
+            insight._start_from(prior)
+        return insight
+
+    def _start_from(self, prior: DraftEvaluation) -> None:
+        # One factor for both tallies: how often classes occur is compared between them.
+        factor = min(EVALUATED_CLASS / max(*prior.first.met, *prior.other.met), 1.0)
+        both: tuple[tuple[Tally, ClassCounts], ...] = (self.first, prior.first), (self.other, prior.other)
+        for tally, counts in both:
+            tally.start_from(counts.met, counts.right, EVALUATED_CLASS)
+            tally.met = [factor * count for count in counts.met]
+        self.hits.start_from((prior.positions,), (prior.hits,), EVALUATED_SHARE)
+        self.cover.start_from((prior.positions,), (prior.covered,), EVALUATED_SHARE)
+
     def chances(self, drift: float = 0.0, look_drift: float = 0.0) -> Chances:
         """Return the acceptance rates as a table; drifts are added to their log-odds."""
         first, other, looked = self.first.shares(), self.other.shares(), self.looked.shares()
@@ -136,8 +174,7 @@ class Insight:
     def _promised(self, price: float) -> float:
         found = free = 0.0
         for tally in (self.first, self.other):
-            for true, seen in zip(tally.true, tally.seen, strict=True):
-                share, met = true / seen, max(seen - tally.trust, 0.0) + 1.0
+            for share, met in zip(tally.shares(), tally.met, strict=True):
                 free += met * share
                 if share > price:
                     found += met * (share - price)
@@ -188,12 +225,14 @@ class Pace:
 class Experience:
     """What is learned of a pair; there is one for each engine."""
 
-    def __init__(self, costs: Costs | None = None, has_draft: bool = True) -> None:
-        """Learn costs unless `costs` are given."""
+    def __init__(
+        self, costs: Costs | None = None, has_draft: bool = True, prior: DraftEvaluation | None = None
+    ) -> None:
+        """Learn costs unless `costs` are given; `prior`: the draft's own evaluation."""
         self.costs: Costs = MeasuredCosts() if costs is None else costs
         self.learned = self.costs if isinstance(self.costs, MeasuredCosts) else None
         self.has_draft = has_draft
-        self.insight = Insight()
+        self.insight = Insight.starting_from(prior)
         self.goodput = Goodput()
         self.arms = Arms()  # of all requests; not saved
         self._credit = 0.0  # seconds that may go to a probe

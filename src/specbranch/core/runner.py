@@ -63,6 +63,13 @@ class Proposal:
     q: Sparse | None = None
     odds: tuple[float, ...] = ()
 
+    @property
+    def said(self) -> tuple[float, ...]:
+        """The draft's probability of each candidate; if only the first is known, the others share the rest."""
+        others = len(self.tokens) - 1
+        odds = self.odds or (1.0, *[(1.0 / max(self.confidence, 1e-9) - 1.0) / max(others, 1)] * others)
+        return tuple([self.confidence * one for one in odds])
+
 
 @dataclass(frozen=True, slots=True)
 class Head:

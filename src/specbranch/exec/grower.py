@@ -66,7 +66,7 @@ class _GrowingOrder:
 
     def add_candidates(self, number: int, proposal: Proposal) -> None:
         """Add the draft's candidates to the tree."""
-        self.growing.add_candidates(number, self.growth, proposal.tokens, _said(proposal))
+        self.growing.add_candidates(number, self.growth, proposal.tokens, proposal.said)
 
     def grow_on_device(self, done: Done) -> Tree | None:
         """Let the model extend the tree by itself, if it can; `done` ends that if the order runs during a verify."""
@@ -150,10 +150,3 @@ def _steps(
         for tree, nodes, width in zip(growing, open_nodes, widths, strict=True)
         if width and worker.make_room(tree.session, width)
     ]
-
-
-def _said(proposal: Proposal) -> list[float]:
-    """Return the draft's probability of each candidate; if only the first is known, the others share the rest."""
-    others = len(proposal.tokens) - 1
-    odds = proposal.odds or (1.0, *[(1.0 / max(proposal.confidence, 1e-9) - 1.0) / max(others, 1)] * others)
-    return [proposal.confidence * one for one in odds]

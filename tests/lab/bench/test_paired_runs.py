@@ -70,6 +70,22 @@ def test_replays_count_what_live_runs_on_the_same_clock_count(
                 assert output.stats == _about(replayed.summary()), setting.method
 
 
+@pytest.mark.slow
+def test_replays_start_from_the_drafts_evaluation_as_live_runs_do(
+    pair: tuple[str, str], tiny_draft: Path, tmp_path: Path
+) -> None:
+    models, settings = (pair[0], str(tiny_draft)), (default_setting("specbranch"),)
+    with RecordedPair(None, *models, folder=tmp_path / "lab") as made, RunStore(tmp_path / "runs.jsonl", {}) as store:
+        assert made.prior is not None and made.prior.positions
+        replay(made, job(settings), C5, store, nothing)
+        tasks = [record.task for prompt in CODE.prompts for record in made.records(prompt, job().asked[0].workload)]
+    with LLM(*models, options={"clock": "c5", "prefix_cache": False}) as live:
+        view = live.using(speculative=settings[0].config)
+        outputs = [repeat(view, task.prompt, task.params, task.seed) for task in tasks]
+    replayed = [turn for run in store.runs if run.suite == "code" for turn in run.turns]
+    assert [output.stats for output in outputs] == [_about(turn) for turn in replayed]
+
+
 def _about(summary: dict[str, Any]) -> dict[str, Any]:
     """Seconds only nearly: the clock of one has run longer before."""
     return {name: _nearly(value) for name, value in summary.items()}

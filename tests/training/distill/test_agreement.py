@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from specbranch.core.planner import SURE
+from specbranch.core.trees import CLASSES, EDGES
 from specbranch.lab.toys.toys import ToyRunner
 from specbranch.training.distill.agreement import LONGEST, AnsweredPrompt, compare, step_seconds
 from toybench import law
@@ -46,6 +50,27 @@ def test_shares_and_lengths_are_those_of_the_laws() -> None:
     assert found.expected_length[1] == pytest.approx(
         sum((a == 1) + (a == 1 and b == 1) for a, b in pairs) / len(starts)
     )
+
+
+def test_the_counts_are_those_of_the_laws() -> None:
+    """Token by token and class by class, from the draft's law alone."""
+    answer, wide = greedy(150), [[0, 0] for _ in range(2 * CLASSES)]
+    for at, token in enumerate(answer):
+        logits = law(0.2).logits_of((*PROMPT, *answer[:at]))
+        whole = sum(math.exp(one) for one in logits)
+        best = sorted(range(len(logits)), key=lambda t: (-logits[t], t))[:SURE]
+        for rank, candidate in enumerate(best):
+            said = math.exp(logits[candidate]) / whole
+            counts = wide[(CLASSES if rank else 0) + sum(said >= edge for edge in EDGES)]
+            counts[0] += 1
+            counts[1] += candidate == token
+    found = compare(ToyRunner(law(0.2)), [AnsweredPrompt(PROMPT, answer)], "one text").evaluation
+    first, other = wide[:CLASSES], wide[CLASSES:]
+    assert [list(one) for one in zip(found.first.met, found.first.right, strict=True)] == first
+    assert [list(one) for one in zip(found.other.met, found.other.right, strict=True)] == other
+    assert (found.positions, found.text) == (150, "one text") and sum(one[0] for one in other) == 3 * 150
+    by_law = ranks(answer, 0.2)
+    assert (found.hits, found.covered) == (sum(r == 1 for r in by_law), sum(r <= SURE for r in by_law))
 
 
 def test_a_text_longer_than_the_drafts_context_counts_as_far_as_it_reaches() -> None:

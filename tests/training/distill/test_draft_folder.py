@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specbranch.core.draft_evaluation import JudgedPosition, evaluate
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.drafts.draft_folder import DraftInfo, Storage, fingerprint_of, read_draft
+from specbranch.models.drafts.evaluation_file import read_evaluation
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.disk import write_durably
 from specbranch.models.files.locate import locate
@@ -183,6 +185,16 @@ def test_a_folder_has_its_config_only_when_it_is_whole(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         saved_draft(folder, tmp_path / "target")
     assert not (folder / "config.json").exists()
+
+
+def test_a_draft_that_replaces_another_has_no_evaluation_but_its_own(tmp_path: Path) -> None:
+    arch, source, weights = opened("qwen3", tmp_path / "target")
+    info, own = DraftInfo("tiny", fingerprint_of(arch, source), (0,)), DraftWeights(weights.layers[:1], weights.norm)
+    some = evaluate([JudgedPosition((0.7, 0.2), 0)])
+    save_draft(tmp_path / "draft", arch, own, info, evaluation=some)
+    assert read_evaluation(str(tmp_path / "draft")) == some
+    save_draft(tmp_path / "draft", arch, own, info)
+    assert not (tmp_path / "draft" / "evaluation.json").exists()
 
 
 def test_the_fingerprint_follows_the_embedding_alone(tmp_path: Path) -> None:

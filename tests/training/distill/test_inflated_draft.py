@@ -18,6 +18,7 @@ from specbranch.core.runner import Ask, Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, ModelError
 from specbranch.lab.bench.other_engines.transformers_weights import as_transformers, refuse_other_families
+from specbranch.models.drafts.evaluation_file import check_folder, read_evaluation
 from specbranch.models.drafts.load import load_draft
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
@@ -136,6 +137,12 @@ def test_stored_weights_and_other_families_cannot_be_shared_with_transformers(fo
         refuse_other_families(replace(small.decoder.arch, family="qwen2"))
     with pytest.raises(BadParameter, match="transformers expects a multiple"):
         refuse_other_families(replace(small.decoder.arch, heads=6))
+
+
+def test_an_inflated_draft_carries_its_sources_evaluation(folders: dict[str, str]) -> None:
+    assert read_evaluation(folders["large whole"]) == read_evaluation(folders["whole"]) is not None
+    with pytest.raises(BadParameter, match=r"is inflated from .*whole"):
+        check_folder(folders["large whole"])
 
 
 def test_a_draft_beside_an_inflated_target_keeps_its_size(folders: dict[str, str]) -> None:

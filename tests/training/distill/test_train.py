@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from specbranch.core.draft_evaluation import JudgedPosition, evaluate
+from specbranch.core.planner import SURE
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
@@ -22,9 +24,11 @@ from specbranch.models.loading import open_model
 from specbranch.progress import Nobody
 from specbranch.training.distill import train as training
 from specbranch.training.distill.material import Batch, Material
+from specbranch.training.distill.model import Stack
 from specbranch.training.distill.picture import picture
 from specbranch.training.distill.train import (
     CHECKPOINT,
+    HELD_OUT_TEXT,
     METRICS,
     PICTURE,
     Trained,
@@ -110,6 +114,30 @@ def test_training_brings_the_draft_nearer_to_its_target(target: Target, tmp_path
     assert after["divergence"] < 0.8 * before["divergence"]
     assert after["top1"] > before["top1"] and after["top1"] <= after["top3"]
     assert after["outside"] == pytest.approx(0, abs=1e-5) and str(round(after["outside"], 4)) == "0.0"
+
+
+@pytest.mark.parametrize("head_tokens", [None, 40])
+def test_the_counts_are_those_of_the_models_over_each_held_out_answer(
+    target: Target, tmp_path: Path, head_tokens: int | None
+) -> None:
+    """The twin runs both models over one conversation at a time."""
+    done = trained(target, tmp_path, replace(SETTINGS, steps=3, head_tokens=head_tokens, rows=64))
+    teacher, judged = Stack(*target), []
+    for index in range(len(HELD_OUT)):
+        ids = HELD_OUT.sequence(index)
+        tokens, zeros = torch.tensor([ids]), torch.zeros(1, len(ids), dtype=torch.int64)
+        whole = Batch(tokens, torch.arange(len(ids)).unsqueeze(0), zeros, zeros, zeros)
+        with torch.no_grad():
+            best = teacher.logits(teacher(whole))[0].argmax(-1).tolist()
+            odds = done.student.logits(done.student(whole))[0].softmax(-1)
+        names = range(SHAPE["vocab_size"]) if done.student.head_ids is None else done.student.head_ids.tolist()
+        for at in range(2, len(ids) - 1):  # an answer begins at token 3, which is predicted at token 2
+            ranked = sorted(zip(odds[at].tolist(), names, strict=True), reverse=True)[:SURE]
+            right = [name == best[at] for _, name in ranked]
+            judged.append(JudgedPosition(tuple(said for said, _ in ranked), right.index(True) if any(right) else None))
+    assert done.evaluation == evaluate(judged, HELD_OUT_TEXT)
+    assert done.evaluation.positions == done.figures["compared"] == len(judged) > 50
+    assert done.evaluation.hits / len(judged) == pytest.approx(done.figures["top1"])
 
 
 def test_the_target_itself_is_not_changed(target: Target, tmp_path: Path) -> None:

@@ -81,7 +81,10 @@ def replay(recorded: RecordedPair, runs: PairRuns, clock: Clock, store: RunStore
     store.refuse_another(_blank(recorded, runs.asked[0], runs.settings[0], clock))
     done = store.done
     # One experience of each setting for all prompts, as in an LLM.
-    known = {setting.config: Experience(clock.profile, recorded.draft is not None) for setting in runs.settings}
+    known = {
+        setting.config: Experience(clock.profile, recorded.draft is not None, recorded.prior)
+        for setting in runs.settings
+    }
     blanks = [[(_blank(recorded, asked, setting, clock), setting) for setting in runs.settings] for asked in runs.asked]
     learning = {setting for runs_of in blanks for blank, setting in runs_of if blank.key not in done and setting.plans}
     for number, (asked, runs_of) in enumerate(zip(runs.asked, blanks, strict=True)):

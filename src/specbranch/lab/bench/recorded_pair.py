@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from specbranch.assembly import identity
 from specbranch.config import LoadOptions, SamplingParams, WarmUpName
+from specbranch.core.draft_evaluation import DraftEvaluation
 from specbranch.core.runner import Runner
 from specbranch.engine import LLM
 from specbranch.errors import BadParameter, ModelError
@@ -123,6 +124,11 @@ class RecordedPair:
             self.replays = ReplayedMethods(self.draft, self.forecasts, self.target)
             opened.callback(self.replays.close)
             self._opened = opened.pop_all()
+
+    @property
+    def prior(self) -> DraftEvaluation | None:
+        """The draft's own evaluation, from which replays start as the loaded pair does."""
+        return self.llm.core.experiences.prior
 
     @property
     def digest(self) -> str:

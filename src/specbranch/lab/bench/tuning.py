@@ -204,7 +204,7 @@ class Tuner:
     def _seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
         """Replay by this clock, with one experience for all records, as in an LLM."""
         profile, replays = self.goal.profile, self.recorded.replays
-        known = Experience(profile, self.recorded.draft is not None)
+        known = Experience(profile, self.recorded.draft is not None, self.recorded.prior)
         return sum(replays.stats(record, config, profile, known).decode_seconds for record in records)
 
     def _recorded(self) -> None:
@@ -234,6 +234,7 @@ class Tuner:
         question = [VERSION, __version__, models, self.recorded.llm.weights, goal.profile.digest, method, space]
         question += [asdict(goal.workload), prompts, goal.trials]
         question += [self.recorded.llm.cache_dtype] if self.recorded.llm.cache_dtype else []
+        question += [asdict(self.recorded.prior)] if self.recorded.prior else []
         if method == "specbranch:paper" and self.recorded.forecasts is not None:
             question.append(self.recorded.forecasts.predictor.digest)
         return self._folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]}.json"

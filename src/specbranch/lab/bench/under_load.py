@@ -91,7 +91,7 @@ def _decoded(recorded: RecordedPair, records: Sequence[Record], clock: Clock, me
     config, profile = default_setting(method).config, clock.profile
     assert config is not None and profile is not None
     many = list(records) * _rounds(count, len(records))
-    experience = Experience(profile, recorded.draft is not None)
+    experience = Experience(profile, recorded.draft is not None, recorded.prior)
     with closing(SeveralRecords(many, recorded.draft)) as several:
         several.read_ahead()
         for _ in range(LEARNING):

@@ -3,7 +3,8 @@ file.
 
 Owns the step from a name to prompts. Invariant: a suite has at least one prompt. Every prompt has an id that is unique
 in its suite, and at least one turn that is not blank. Public prompts never become part of the package. No default,
-preset or tuning run uses the suites `exam-…`: they test planners on prompts that nobody has tuned on.
+preset or tuning run uses the suites `exam-…`: they test planners on prompts that nobody has tuned on. `refuse_exam`
+keeps them out of a search.
 """
 
 from __future__ import annotations
@@ -108,6 +109,15 @@ def load_suite(name: str, data: Path | None = None) -> Suite:
         f"Public: {', '.join(PUBLIC)}, each NAME.jsonl in the folder given by --data or {DATA_VARIABLE}, or in its "
         "folder 'prompts', else from the Hub. A file of prompts is given with --prompts FILE."
     )
+
+
+def refuse_exam(suites: Iterable[Suite]) -> None:
+    """Refuse to tune on the exam, by its name or by its file: then it would test nothing."""
+    if names := [suite.name for suite in suites if suite.name in EXAM]:
+        raise BadParameter(
+            f"{', '.join(names)}: the exam tests planners on prompts that nobody has tuned on, so nothing is tuned on "
+            f"it. Tune on other suites, such as {ALL_SHIPPED!r}."
+        )
 
 
 def read_suite(file: Path, name: str | None = None) -> Suite:

@@ -16,7 +16,8 @@ from specbranch.models.files.sources import MadeModel, made_model
 
 EDGE = 1 << 20  # bytes that are read at each end of a file
 KINDS = (".safetensors", ".gguf", ".json")
-ASIDE = ("provenance.json",)  # left out: it says how the model was made, not what it is
+EVALUATION = "evaluation.json"  # in a draft's folder, see `models/drafts/evaluation_file.py`
+ASIDE = ("provenance.json", EVALUATION)  # left out: how the model was made and how good it is, not what it is
 LENGTH = 16  # hexadecimal digits
 
 

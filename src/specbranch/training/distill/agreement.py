@@ -1,5 +1,5 @@
 """The agreement of a draft with a target: how often the target's next token is the draft's first choice, or among its
-first three.
+first three, and the counts for a planner.
 
 Owns the comparison, the forwards it needs, and the acceptance lengths that follow from it. It works on any Runner, and
 needs only the target's text.
@@ -15,6 +15,8 @@ from itertools import chain
 from typing import TypeVar
 
 from specbranch.config import SamplingParams
+from specbranch.core.draft_evaluation import NOT_EVALUATED, DraftEvaluation, JudgedPosition, evaluate
+from specbranch.core.planner import SURE
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT
@@ -43,16 +45,19 @@ class Agreement:
     top1: float
     top3: float
     expected_length: tuple[float, ...]  # for drafts of 1, 2, … LONGEST tokens
+    evaluation: DraftEvaluation = NOT_EVALUATED  # the counts that a planner starts from
 
 
-def compare(runner: Runner, texts: Iterable[AnsweredPrompt]) -> Agreement:
-    """Run a draft over the texts, and compare its choices with the next tokens."""
-    ranks = [list(_ranks(runner, text)) for text in texts if text.answer]
+def compare(runner: Runner, texts: Iterable[AnsweredPrompt], about: str = "") -> Agreement:
+    """Run a draft over the texts, and compare its choices with the next tokens; `about` names the texts."""
+    judged = [list(_judged(runner, text)) for text in texts if text.answer]
+    ranks = [[position.rank for position in text] for text in judged]
     every = [rank for text in ranks for rank in text]
     if not every:
         return Agreement(0, 0.0, 0.0, (0.0,) * LONGEST)
     lengths = tuple(_accepted(ranks, length) for length in range(1, LONGEST + 1))
-    return Agreement(len(every), _share(every, 1), _share(every, 3), lengths)
+    evaluation = evaluate(chain.from_iterable(judged), about)
+    return Agreement(len(every), _share(every, 1), _share(every, 3), lengths, evaluation)
 
 
 def step_seconds(runner: Runner, prompt: Sequence[int], times: int = 20) -> float:
@@ -93,30 +98,31 @@ def _timed_step(runner: Runner, prompt: Sequence[int]) -> float:
     return time.perf_counter() - start
 
 
-def _ranks(runner: Runner, text: AnsweredPrompt) -> Iterator[int]:
-    """Yield the rank of each answer token among the draft's first three choices (0: none of them)."""
+def _judged(runner: Runner, text: AnsweredPrompt) -> Iterator[JudgedPosition]:
+    """Yield the draft's first SURE candidates for each answer token, with the rank of that token."""
     ids = (*text.prompt, *text.answer)[: runner.context_length]
     first = len(text.prompt) - 1  # what is proposed after this token is compared with the answer's first
     if first >= len(ids) - 1 or max(ids) >= runner.vocabulary:
         return
 
     def choices(feed: Feed) -> list[Proposal]:
-        return runner.propose([feed], [Ask(ROOT, node, 3) for node in range(len(feed.tokens))])
+        return runner.propose([feed], [Ask(ROOT, node, SURE) for node in range(len(feed.tokens))])
 
     made = chain.from_iterable(read(runner, ids[:first], ids[first:-1], choices))
     for proposal, token in zip(made, ids[first + 1 :], strict=True):
-        yield proposal.tokens.index(token) + 1 if token in proposal.tokens else 0
+        rank = proposal.tokens.index(token) if token in proposal.tokens else None
+        yield JudgedPosition(proposal.said, rank)
 
 
-def _share(ranks: Sequence[int], most: int) -> float:
-    return sum(0 < rank <= most for rank in ranks) / len(ranks)
+def _share(ranks: Sequence[int | None], most: int) -> float:
+    return sum(rank is not None and rank < most for rank in ranks) / len(ranks)
 
 
-def _accepted(texts: Sequence[Sequence[int]], length: int) -> float:
+def _accepted(texts: Sequence[Sequence[int | None]], length: int) -> float:
     """Return the mean run of first choices, at most `length`, over the positions with LONGEST tokens before them."""
     runs = [_run(text[at : at + length]) for text in texts for at in range(max(len(text) - LONGEST + 1, 1))]
     return statistics.fmean(runs)
 
 
-def _run(ranks: Sequence[int]) -> int:
-    return next((at for at, rank in enumerate(ranks) if rank != 1), len(ranks))
+def _run(ranks: Sequence[int | None]) -> int:
+    return next((at for at, rank in enumerate(ranks) if rank != 0), len(ranks))

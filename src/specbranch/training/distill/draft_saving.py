@@ -1,4 +1,5 @@
-"""Writing a finished draft: config.json, model.safetensors, README.md and provenance.json in one folder.
+"""Writing a finished draft into one folder: config.json, model.safetensors, README.md, provenance.json and
+evaluation.json.
 
 Owns what is written and in which order; the format is that of `models.drafts.draft_folder`. Invariant: config.json is
 written last, so a folder that has one is whole.
@@ -16,12 +17,15 @@ import torch
 from safetensors.torch import save as as_safetensors
 from torch import Tensor
 
+from specbranch.core.draft_evaluation import DraftEvaluation
 from specbranch.files import spoken
 from specbranch.models.drafts.draft_folder import HEAD_IDS, DraftInfo, Storage, read_draft, scale_name
 from specbranch.models.drafts.draft_name import KEY
+from specbranch.models.drafts.evaluation_file import evaluation_text
 from specbranch.models.files.architecture import Architecture, Rope
 from specbranch.models.files.blocks import AnyMatrix
 from specbranch.models.files.disk import RESUME, write_durably
+from specbranch.models.files.identity import EVALUATION
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import HUGGING_FACE, LayerWeights
 
@@ -47,6 +51,7 @@ def save_draft(
     licence: str | None = None,
     figures: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
+    evaluation: DraftEvaluation | None = None,
 ) -> None:
     """Write a draft of the target `arch`, replacing one that is there; another target's is refused."""
     path = Path(folder)
@@ -54,8 +59,11 @@ def save_draft(
     config = {**config_of(arch), "num_hidden_layers": len(weights.layers), KEY: asdict(info)}
     measured, made = dict(figures or {}), dict(provenance or {})
     texts = {"README.md": _card(info, licence, measured, made), "provenance.json": _json({**made, "figures": measured})}
+    if evaluation is not None:
+        texts[EVALUATION] = evaluation_text(evaluation)
     with spoken(path, RESUME):
-        (path / "config.json").unlink(missing_ok=True)
+        for name in ("config.json", EVALUATION):  # an earlier draft's evaluation is not this one's
+            (path / name).unlink(missing_ok=True)
     write_durably(path / "model.safetensors", as_safetensors(_stored(arch, weights, info.storage), {"format": "pt"}))
     for name, text in {**texts, "config.json": _json(config)}.items():
         write_durably(path / name, text.encode())

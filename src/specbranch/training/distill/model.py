@@ -7,7 +7,7 @@ native decoder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
+from specbranch.core.draft_evaluation import JudgedPosition
 from specbranch.errors import BadParameter
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import Matrix
@@ -239,13 +240,22 @@ def compare(rows: CountedRows, student: Stack, head: Tensor, chunk: int = SCORED
     return sum((_compare(chunk_rows, student, head) for chunk_rows in rows.chunks(chunk)), NO_SCORES)
 
 
+@torch.no_grad()
+def judge(rows: CountedRows, student: Stack, head: Tensor, candidates: int) -> Iterator[JudgedPosition]:
+    """Yield the draft's best candidates at each row, compared with the target's choice by its whole `head`."""
+    for chunk_rows in rows.chunks():
+        whole, q = _scores(chunk_rows.teacher, head), _log_odds(chunk_rows.student, student.head)
+        log_odds, hits = _best(q, student.head_ids, whole, candidates)
+        for said, right in zip(log_odds.exp().tolist(), hits.tolist(), strict=True):
+            yield JudgedPosition(tuple(said), right.index(True) if True in right else None)
+
+
 def _compare(rows: CountedRows, student: Stack, head: Tensor) -> Scores:
     whole, q = _log_odds(rows.teacher, head), _log_odds(rows.student, student.head)
     ids = student.head_ids
     p = whole if ids is None else whole[:, ids]
     inside = p.logsumexp(-1)
-    best = q.topk(min(3, q.shape[-1]), -1).indices
-    hits = (best if ids is None else ids[best]) == whole.argmax(-1, keepdim=True)
+    _, hits = _best(q, ids, whole, 3)
     p = p - inside.unsqueeze(-1)
     figures = (
         torch.ones_like(inside),
@@ -255,6 +265,14 @@ def _compare(rows: CountedRows, student: Stack, head: Tensor) -> Scores:
         (1 - inside.exp()).clamp(min=0),
     )
     return Scores(*((figure * rows.weight).sum().item() for figure in figures))
+
+
+def _best(q: Tensor, ids: Tensor | None, whole: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the draft's highest log-probabilities [rows, count], and which of them are the target's best token by its
+    scores `whole`; `ids`: the tokens of a reduced head."""
+    found = q.topk(min(count, q.shape[-1]), -1)
+    tokens = found.indices if ids is None else ids[found.indices]
+    return found.values, tokens == whole.argmax(-1, keepdim=True)
 
 
 def _log_odds(hidden: Tensor, head: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from specbranch.core.draft_evaluation import DraftEvaluation, JudgedPosition, evaluate
+from specbranch.core.planner import SURE
 from specbranch.errors import BadParameter
 from specbranch.files import spoken
 from specbranch.models.files.architecture import Architecture
@@ -29,7 +31,7 @@ from specbranch.models.files.weights import Weights
 from specbranch.progress import Onlooker, silent
 from specbranch.training.distill.checkpoint import Checkpoint, write_checkpoint
 from specbranch.training.distill.material import PADDING, Batch, Material
-from specbranch.training.distill.model import NO_SCORES, Stack, compare, counted, divergence
+from specbranch.training.distill.model import NO_SCORES, CountedRows, Stack, compare, counted, divergence, judge
 from specbranch.training.distill.picture import picture
 from specbranch.training.distill.teacher import Teacher, moved
 
@@ -39,6 +41,7 @@ T = TypeVar("T")
 CHECKPOINT, METRICS, PICTURE = "checkpoint.safetensors", "metrics.jsonl", "training.svg"
 CALIBRATION = 20  # steps after which a time budget becomes a number of steps
 WARM = 5  # the first of them are slower and are not counted
+HELD_OUT_TEXT = "held-out conversations of its training material"
 STEPS_SHARE = 0.95  # share of a time budget that steps may fill; the rest is measuring and saving
 
 
@@ -79,13 +82,14 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A finished training: the draft and its agreement with the target on held-out conversations."""
+    """A finished training: the draft, its agreement with the target on held-out conversations, and the counts there."""
 
     student: Stack
     steps: int
     tokens: int
     seconds: float
     figures: dict[str, float]
+    evaluation: DraftEvaluation
 
 
 def frequent_tokens(material: Material, vocabulary: int, count: int) -> Tensor:
@@ -125,7 +129,7 @@ def train(
     run.listen()
     run.go_on()
     figures = run.finish()
-    return Trained(run.student, run.step, run.tokens, run.seconds, figures)
+    return Trained(run.student, run.step, run.tokens, run.seconds, figures, run.evaluation())
 
 
 class _Training:
@@ -270,15 +274,28 @@ class _Training:
         """Compare with the target on held-out answers, always the same ones."""
         return self._fitting(self._compared)
 
+    def evaluation(self) -> DraftEvaluation:
+        """Count the draft's candidates on the held-out answers of `evaluate`."""
+        return evaluate(self._fitting(self._judged), HELD_OUT_TEXT)
+
     @torch.no_grad()
     def _compared(self) -> dict[str, float]:
-        s, scores = self.settings, NO_SCORES
+        scores = NO_SCORES
+        for rows in self._held_out_rows():
+            scores += compare(rows, self.student, self.teacher.stack.head)
+        return {**scores.means(), "compared": scores.rows}
+
+    @torch.no_grad()
+    def _judged(self) -> list[JudgedPosition]:
+        head = self.teacher.stack.head
+        return [one for rows in self._held_out_rows() for one in judge(rows, self.student, head, SURE)]
+
+    def _held_out_rows(self) -> Iterator[CountedRows]:
+        s = self.settings
         for batch in islice(self.held_out.batches(s.length, s.rows, s.seed, 0), s.evaluate_batches):
             for part in batch.parts(self.micro):
                 here = moved(part, self.student)
-                rows = counted(self.teacher.stack(here), self.student(here), part.weight)
-                scores += compare(rows, self.student, self.teacher.stack.head)
-        return {**scores.means(), "compared": scores.rows}
+                yield counted(self.teacher.stack(here), self.student(here), part.weight)
 
     def _at_a_mark(self) -> bool:
         """True if this step reads the clock, which waits for the device."""

@@ -194,7 +194,8 @@ def _saved(plan: _Plan, done: Trained, material: Material) -> dict[str, Any]:
     )
     figures = {name: round(value, 4) for name, value in done.figures.items()}
     provenance = _provenance(plan, done, material)
-    save_draft(out, plan.arch, weights, info, licence=plan.licence, figures=figures, provenance=provenance)
+    about: dict[str, Any] = {"figures": figures, "provenance": provenance, "evaluation": done.evaluation}
+    save_draft(out, plan.arch, weights, info, licence=plan.licence, **about)
     size = (out / "model.safetensors").stat().st_size
     made = {"out": str(out), "layers": list(info.layers), "head_tokens": info.head_tokens, "bytes": size}
     return {**made, **figures, **provenance}
