@@ -18,7 +18,7 @@ from specbranch.core.costs import MeasuredCosts
 from specbranch.core.market import Grant, LaneOffer, RowOffer, granted, let_draft
 from specbranch.core.members import Member
 from specbranch.core.methods import MethodRounds
-from specbranch.core.orders import Orders, Prefill, Reports, Span, Verdict
+from specbranch.core.orders import Orders, Prefill, Reports, Span, TokenLogprobs, Verdict
 from specbranch.core.plain_rounds import PlainBatch, PlainOrders, PlainReports, PlainRounds, going_on
 from specbranch.core.prefill_budget import Prefills, PromptCosts, RoundLimits, rows_of
 from specbranch.core.request import Request
@@ -255,7 +255,7 @@ class Loop:
             elif (token := reports.tokens.get(session.number)) is not None:
                 took_part.append(session)
                 session.now = now
-                self._take_token(member, token, span)
+                self._take_token(member, token, reports.logprobs.get(session.number), span)
         for number, orders in prefills.items():
             member = self._live[number]
             took_part.append(member.session)
@@ -263,23 +263,23 @@ class Loop:
             self._deliver(member, orders, found)
         return took_part
 
-    def _take_token(self, member: Member, token: int, span: Span) -> None:
+    def _take_token(self, member: Member, token: int, logprobs: TokenLogprobs | None, span: Span) -> None:
         """Give a session a token of plain decoding; its method hears of the last one of its plain rounds."""
         session = member.session
         if token == NO_TOKEN:
             session.fail(not_finite("the target"))
         elif member.plain_rounds > 1 and self.trace is None and session.stats.emitted:
             try:
-                member.commit(token, span.seconds)
+                member.commit(token, logprobs, span.seconds)
             except Exception as error:
                 _fail(session, error)
             if session.on_round:
-                reports = Reports(verdict=Verdict((), token), verifying=span)
+                reports = Reports(verdict=_verdict(token, logprobs), verifying=span)
                 _call_watcher(session, session.on_round, Orders(), reports, 1)
         else:
             member.renew()
             assert member.orders is not None
-            self._deliver(member, member.orders, Reports(verdict=Verdict((), token), verifying=span))
+            self._deliver(member, member.orders, Reports(verdict=_verdict(token, logprobs), verifying=span))
             return
         if session.finished:
             self.remove(session)
@@ -479,6 +479,10 @@ class Loop:
             session.stats.clock(reports)
         elif session.stats.emitted:
             session.stats.first_token = self.executor.now()
+
+
+def _verdict(token: int, logprobs: TokenLogprobs | None) -> Verdict:
+    return Verdict((), token, None if logprobs is None else (logprobs,))
 
 
 def _fail(session: Session, error: Exception) -> None:

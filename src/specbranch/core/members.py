@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from specbranch.core.costs import MOST_UNCOMPUTED
 from specbranch.core.market import Offer
 from specbranch.core.methods import MethodRounds
-from specbranch.core.orders import Context, Draft, Orders, Prefill, Reports
+from specbranch.core.orders import Context, Draft, Orders, Prefill, Reports, TokenLogprobs
 from specbranch.core.session import Session
 
 
@@ -37,9 +37,9 @@ class Member:
         self.wants, self.committed = wants, False
         self.plain_rounds = wants.plain_rounds if isinstance(wants, Orders) else 0
 
-    def commit(self, token: int, seconds: float) -> None:
+    def commit(self, token: int, logprobs: TokenLogprobs | None, seconds: float) -> None:
         """Commit a token of a plain round, of which its method does not hear."""
-        self.session.commit_plain(token, seconds)
+        self.session.commit_plain(token, logprobs, seconds)
         self.plain_rounds -= 1
         self.prefill_done = self.committed = True
 

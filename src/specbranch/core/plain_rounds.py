@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from specbranch.core.members import Member
-from specbranch.core.orders import Orders, Prefill, Span
+from specbranch.core.orders import Orders, Prefill, Span, TokenLogprobs
 from specbranch.errors import SpecBranchError
 
 
@@ -36,6 +36,7 @@ class PlainReports:
     launched: frozenset[int]  # sessions that have a row in the round that is launched now
     reached: Mapping[int, int]  # how many tokens the target holds of prompts
     failed: Mapping[int, SpecBranchError]
+    logprobs: Mapping[int, TokenLogprobs]  # of sessions that want them
 
 
 @runtime_checkable

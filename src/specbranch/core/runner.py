@@ -8,7 +8,7 @@ what else is in the same forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from specbranch.config import HeadKind
@@ -329,6 +329,7 @@ class PlainStep:
     ahead: bool  # it was launched before it was asked for
     launched: frozenset[int]  # sequences that have a row in the next step
     failed: Mapping[int, SpecBranchError]  # sequences that found no memory
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # of requests that want them, once sampled
 
 
 @runtime_checkable

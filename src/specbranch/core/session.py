@@ -128,9 +128,11 @@ class Session:
                 return index + 1
         return len(tokens)
 
-    def commit_plain(self, token: int, seconds: float) -> None:
+    def commit_plain(self, token: int, logprobs: TokenLogprobs | None, seconds: float) -> None:
         """Append a token of plain decoding, whose round took the target some seconds."""
         self._append(token, "target")
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         self.stats.count_plain(seconds)
 
     def take_waited(self) -> float:

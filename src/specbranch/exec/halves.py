@@ -205,4 +205,5 @@ def decoded(target: Verifier, orders: PlainOrders, now: Callable[[], float]) -> 
     step = started.step
     tokens = step.sampled()
     timed.end()
-    return PlainReports(tokens, timed.span(), step.ahead, step.launched, started.reached, started.failed)
+    span, logprobs = timed.span(), step.logprobs
+    return PlainReports(tokens, span, step.ahead, step.launched, started.reached, started.failed, logprobs)

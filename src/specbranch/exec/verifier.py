@@ -129,9 +129,7 @@ class Verifier(Worker):
         """True if the session can be decoded in a plain batch, behind `length` tokens; then also behind more."""
         request = self.request(session)
         forecasts = request.wants_forecast and self.forecaster is not None
-        if self._batches is None or request.params.logprobs is not None or forecasts:
-            return False
-        return self._batches.decodes(session, length)
+        return self._batches is not None and not forecasts and self._batches.decodes(session, length)
 
     def decode(self, orders: PlainOrders) -> PlainDecoding | None:
         """Start a round of plain decoding, together with the prefill of other sessions; None: it has to be ordered."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,7 +38,10 @@ from specbranch.models.gpu.layout import (
     sections_of,
     write_chunks,
 )
-from specbranch.models.sampling.sheet import COLDEST
+from specbranch.models.sampling.sheet import COLDEST, is_penalised
+
+if TYPE_CHECKING:
+    from specbranch.models.gpu.shaped_decode import Shaping
 
 WINDOW = 2 * GROUP_POSITIONS  # KV slots of the longest own path: the last full group and the current one
 _WITHIN = np.arange(WINDOW, dtype=np.int32)
@@ -50,15 +54,36 @@ class DecodeRow:
     table: Table
     request: Request
 
+    @property
+    def is_shaped(self) -> bool:
+        """True if its token is not sampled by the graph alone, or its log-probabilities are wanted."""
+        params = self.request.params
+        cut = not self.request.greedy and (params.top_k is not None or params.top_p < 1.0 or params.min_p > 0.0)
+        edited = is_penalised(params) or bool(params.logit_bias) or params.min_tokens > 0
+        return cut or edited or params.logprobs is not None
+
 
 class DecodeRows:
     """The rows of a step: row i computes a token of `rows[i]` at position `positions[i]`."""
 
-    def __init__(self, rows: Sequence[DecodeRow], positions: Sequence[int], tokens: Sequence[int]) -> None:
-        """`tokens`: of each row; -1 - r is the token that row r of the step before has sampled."""
+    def __init__(
+        self,
+        rows: Sequence[DecodeRow],
+        positions: Sequence[int],
+        tokens: Sequence[int],
+        before: DecodeRows | None = None,
+        sources: Sequence[int | Sequence[int]] = (),
+    ) -> None:
+        """`tokens`: of each row; -1 - r is the token that row r of the step before has sampled.
+
+        `before`: the step before. `sources`: of each row, its row there, or else its text.
+        """
         self.rows = tuple(rows)
         self.positions = np.array(positions, dtype=np.int32)
         self.tokens = np.array(tokens, dtype=np.int32)
+        self.is_shaped = any(row.is_shaped for row in rows)
+        self.before, self.sources = before, sources
+        self.shaping: Shaping | None = None  # of these sequences, once a step of them was launched
         self._noisy = [at for at, row in enumerate(rows) if not row.request.greedy]
         coldest = [max(row.request.params.temperature, COLDEST) for row in rows if not row.request.greedy]
         self._temperatures = np.array(coldest, dtype=np.float32).view(np.int32)

@@ -49,9 +49,11 @@ from specbranch.models.gpu.layout import (
     most_moves,
     pack,
     power_of_four,
+    views,
 )
 from specbranch.models.gpu.own_stream import OnStream, own_stream
 from specbranch.models.gpu.plain_decode import PlainDecoder, Texts
+from specbranch.models.gpu.shaped_decode import ShapedSampler
 from specbranch.models.gpu.step import GpuStep, Graphs, Ran, StepKind
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
 from specbranch.models.gpu.warm_up import (
@@ -285,7 +287,10 @@ class StepLauncher(NativeRunner):
 
     def decodes(self, seq: int, length: int) -> bool:
         """True if the device samples the token behind `length` tokens by itself; so it does for all later ones."""
-        return asking.is_chosen_in_graph(Spot(self._requests[seq], length, list))
+        request = self._requests[seq]
+        if self.decoder.columns is None:
+            return not request.by_ratio
+        return request.params.logprobs is None and asking.is_chosen_in_graph(Spot(request, length, list))
 
     def join(self, seq: int, token: int) -> None:
         """Give a sequence that begins to decode a row in the next decode step; see `DecodesBatches`."""
@@ -315,10 +320,33 @@ class StepLauncher(NativeRunner):
         self._up({})  # pending moves come first
         least, spare = self._graphs.step.least, self.pool.pages * PAGE
 
-        def run(chunks: Sequence[ChunkRows]) -> Ran:
-            return self._run_packed(*rows.pack(spare, least, chunks, self._tile_rows), None, 1)
+        buckets: list[Bucket] = []
 
-        return self._read_later(self._with_prefill(len(rows), run), len(rows))
+        def run(chunks: Sequence[ChunkRows]) -> Ran:
+            packed, bucket = rows.pack(spare, least, chunks, self._tile_rows)
+            buckets.append(bucket)
+            return self._run_packed(packed, bucket, None, 1)
+
+        ran = self._with_prefill(len(rows), run)
+        if not rows.is_shaped:
+            return self._read_later(ran, len(rows))
+        choosing = views(self._graphs.input, buckets[-1]).choosing
+        assert choosing is not None
+        logits = wide(ran.logits[: len(rows)])[:, : self.sampler.vocabulary]
+        return self.transfer.later(self._shaped_sampler().results(rows, logits, choosing))
+
+    def _shaped_sampler(self) -> ShapedSampler:
+        return ShapedSampler(self.transfer, self.sampler.vocabulary, self._picked)
+
+    def _picked(self, logits: Tensor, choice: Tensor) -> Tensor:
+        """Return the token of every row by the match rule, over the whole vocabulary [rows]."""
+        chooser = self._graphs.chooser
+        if chooser is None or self.decoder.columns is not None:
+            chooser = Chooser(self._graphs.step.picks, logits.shape[1])
+        none = torch.zeros(2, dtype=torch.int32, device=self.device)
+        starts = range(0, len(logits), MOST_STEP_ROWS)
+        parts = [(logits[at : at + MOST_STEP_ROWS], choice[:, at : at + MOST_STEP_ROWS]) for at in starts]
+        return torch.cat([chooser(some, how, none, 1)[:, 0].long() for some, how in parts])
 
     def _with_prefill(self, rows: int, run: Callable[[Sequence[ChunkRows]], Ran]) -> Ran:
         """Run a step of `rows` sampled rows with prefill that was put off.

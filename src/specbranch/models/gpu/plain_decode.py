@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
 from specbranch.core.runner import NO_TOKEN, PlainStep
 from specbranch.errors import CacheFull, SpecBranchError
@@ -22,6 +23,7 @@ from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu.decode_rows import DecodeRow, DecodeRows
 from specbranch.models.gpu.layout import CONFIDENCE
+from specbranch.models.gpu.shaped_decode import logprobs_in
 from specbranch.models.runners.native import OpenSequence
 
 Texts = Mapping[int, Sequence[int]]  # the tokens of sequences; all but the last are computed
@@ -133,10 +135,13 @@ class PlainDecoder:
         following = self._launch_next(flight, now, going_on, self._with_memory(entering, failed), joining)
         self._flight = following
 
-        def sampled() -> dict[int, int]:
-            return self._read(flight, now, texts, following)
+        logprobs: dict[int, TokenLogprobs] = {}
 
-        return PlainStep(sampled, len(flight.rows), ahead, frozenset(following.row_of if following else ()), failed)
+        def sampled() -> dict[int, int]:
+            return self._read(flight, now, texts, following, logprobs)
+
+        launched = frozenset(following.row_of if following else ())
+        return PlainStep(sampled, len(flight.rows), ahead, launched, failed, logprobs)
 
     def _can_enter(self, entering: Mapping[int, Entry], rows: int) -> bool:
         """True if all tokens before the last are computed, and all sequences fit into one step."""
@@ -214,11 +219,25 @@ class PlainDecoder:
         rows = [*(row for row, _ in going_on), *(row for row, _ in entered.values())]
         positions = [*(position for _, position in going_on), *(entry.position for _, entry in entered.values())]
         tokens = [*(-1 - row for row in kept.values()), *(entry.token for _, entry in entered.values())]
-        made = DecodeRows(rows, positions, tokens)
+        texts = [self._text(seq, entry) for seq, (_, entry) in entered.items()]
+        made = DecodeRows(rows, positions, tokens, before.rows if before else None, [*kept.values(), *texts])
         row_of = {seq: row for row, seq in enumerate((*kept, *entered))}
         return Flight(made, positions, row_of, self._launcher.launch_decode(made), tokens)
 
-    def _read(self, flight: Flight, now: Mapping[int, int], texts: Texts, following: Flight | None) -> dict[int, int]:
+    def _text(self, seq: int, entry: Entry) -> list[int]:
+        """Return the tokens of a sequence, up to the one that its first row computes."""
+        sequence = self._launcher.sequence(seq)
+        assert sequence is not None
+        return [*sequence.slots.prefix, entry.token]
+
+    def _read(
+        self,
+        flight: Flight,
+        now: Mapping[int, int],
+        texts: Texts,
+        following: Flight | None,
+        logprobs: dict[int, TokenLogprobs],
+    ) -> dict[int, int]:
         """Wait for a step, commit the tokens that it has computed, and return those that it has sampled."""
         results = flight.results()
         sampled: list[int] = results[:, 0].astype(np.int64).tolist()
@@ -226,6 +245,11 @@ class PlainDecoder:
             sampled[row] = NO_TOKEN
         for seq in now:
             self._launcher.commit(seq, texts[seq][-1])
+        if flight.rows.is_shaped:
+            for seq, row in now.items():
+                top = flight.rows.rows[row].request.params.logprobs
+                if top is not None and sampled[row] != NO_TOKEN:
+                    logprobs[seq] = logprobs_in(results, row, top)
         if following is not None:
             following.tokens = [token if token >= 0 else sampled[-1 - token] for token in following.tokens]
         return {seq: sampled[row] for seq, row in now.items()}

@@ -32,11 +32,10 @@ from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.begun import Followed, Received
 from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
-from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import NO_MOVES, TextRead, TreeGrower
 from specbranch.models.gpu.lanes import LaneSteps
 from specbranch.models.gpu.launching import StepLauncher, wide
-from specbranch.models.gpu.layout import CONFIDENCE, GROUP_ROWS, MOST_STEP_ROWS, Bucket
+from specbranch.models.gpu.layout import CONFIDENCE, GROUP_ROWS, Bucket
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, TreeReceiver
 from specbranch.models.gpu.stream_clock import DeviceMoment
 from specbranch.models.gpu.tree_layout import ENTRIES, TREE_MOVES
@@ -396,15 +395,6 @@ class GpuRunner(StepLauncher):
         return Verdicts(
             lambda: verdict.judged(trials, results(), top, 0 if said is None else said.shape[1], probed), results.ready
         )
-
-    def _picked(self, logits: Tensor, choice: Tensor) -> Tensor:
-        """Return the token of every row by the match rule, over the whole vocabulary [rows]."""
-        chooser = self._graphs.chooser
-        if chooser is None or self.decoder.columns is not None:
-            chooser = Chooser(self._graphs.step.picks, logits.shape[1])
-        none = torch.zeros(2, dtype=torch.int32, device=self.device)
-        parts = zip(torch.split(logits, MOST_STEP_ROWS), torch.split(choice, MOST_STEP_ROWS, dim=1), strict=True)
-        return torch.cat([chooser(some, how, none, 1)[:, 0].long() for some, how in parts])
 
     def _probed(self, rows: Sequence[TensorRow], tokens: Tensor) -> Tensor | None:
         """Return the probe's output for rows and their tokens; None if no row has hidden states.

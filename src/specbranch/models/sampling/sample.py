@@ -26,17 +26,19 @@ def shape(logits: Tensor, asked: Asked) -> Tensor:
     The result may be `logits` itself, so callers must not change it. A greedy row keeps temperature 1 and gets no
     filter, as no filter moves its maximum.
     """
-    return _cut(_scaled(_edited(logits, asked), asked), asked)
+    return _cut(_scaled(edited(logits, asked), asked), asked)
 
 
 def unscaled(logits: Tensor, asked: Asked) -> Tensor:
     """Apply all sampling parameters but the temperature; the caller divides by it."""
-    edited = _edited(logits, asked)
-    return (
-        edited
-        if "least" not in asked
-        else edited.masked_fill(_cut(_scaled(edited, asked), asked) == -torch.inf, -torch.inf)
-    )
+    return uncut(edited(logits, asked), asked)
+
+
+def uncut(logits: Tensor, asked: Asked) -> Tensor:
+    """Apply the filters top_k, top_p and min_p to edited logits, without the temperature, which they depend on."""
+    if "least" not in asked:
+        return logits
+    return logits.masked_fill(_cut(_scaled(logits, asked), asked) == -torch.inf, -torch.inf)
 
 
 def perturbed(shaped: Tensor, asked: Asked, noise: Tensor | None) -> Tensor:
@@ -140,19 +142,20 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return ids, logs.gather(-1, ids).double()
 
 
-def _edited(logits: Tensor, asked: Asked) -> Tensor:
+def edited(logits: Tensor, asked: Asked) -> Tensor:
+    """Change single logits: bias, forbidden tokens, penalties, allowed tokens; returns float32."""
     if not any(name in asked for name in ("bias", "forbid", "repeat", "less", "allowed")):
         return logits.float()
-    edited = logits.to(torch.float32, copy=True)
+    found = logits.to(torch.float32, copy=True)
     for name in ("bias", "forbid", "repeat", "less"):
         if name in asked:
             rows, columns, numbers = asked[name]
             at, by = (rows.long(), columns.long()), numbers.float()
-            edited[at] = _changed(name, edited[at], by)
+            found[at] = _changed(name, found[at], by)
     if "allowed" in asked:
-        column = torch.arange(edited.shape[-1], device=edited.device)
-        edited.masked_fill_((asked["allowed"][:, column // 8] >> (column % 8).to(torch.uint8)) & 1 == 0, -torch.inf)
-    return edited
+        column = torch.arange(found.shape[-1], device=found.device)
+        found.masked_fill_((asked["allowed"][:, column // 8] >> (column % 8).to(torch.uint8)) & 1 == 0, -torch.inf)
+    return found
 
 
 def _changed(name: str, values: Tensor, by: Tensor) -> Tensor:

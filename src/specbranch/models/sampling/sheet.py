@@ -68,7 +68,7 @@ def _edits(spots: Sequence[Spot], find: Find) -> Arrays:
         ]
         if spot.position - spot.request.prompt_length < params.min_tokens:
             edits["forbid"] += [(row, column, -math.inf) for column in _found(spot.request.ending_ids, find)]
-        if _is_penalised(params):
+        if is_penalised(params):
             history = spot.history()
             if params.repetition_penalty != 1.0:
                 edits["repeat"] += [(row, column, params.repetition_penalty) for column in set(_found(history, find))]
@@ -89,10 +89,11 @@ def is_shaped(spot: Spot) -> bool:
     params, request = spot.request.params, spot.request
     cut = not request.greedy and (params.top_k is not None or params.top_p < 1.0 or params.min_p > 0.0)
     forbids = spot.position - request.prompt_length < params.min_tokens
-    return cut or forbids or _is_penalised(params) or bool(params.logit_bias) or spot.allowed is not None
+    return cut or forbids or is_penalised(params) or bool(params.logit_bias) or spot.allowed is not None
 
 
-def _is_penalised(params: SamplingParams) -> bool:
+def is_penalised(params: SamplingParams) -> bool:
+    """True if tokens that occurred are less likely."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 

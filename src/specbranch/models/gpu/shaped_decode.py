@@ -1,0 +1,152 @@
+"""Sampling parameters of a plain decode step: penalties, bias, filters and log-probabilities, behind the step's graph.
+
+Owns the tables of the tokens that occurred, one row for each sequence with penalties. The device adds each sampled
+token to them itself, so the next step is launched before the host knows that token. Does not own the arithmetic
+(`models/sampling/sample.py`). Invariant: a row's token and log-probabilities are those that `GpuRunner.verify` gives
+for the same text; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbranch.core.orders import TokenLogprobs
+from specbranch.core.request import Spot
+from specbranch.models.files.head_columns import finder
+from specbranch.models.forward.transfer import Transfer
+from specbranch.models.gpu.decode_rows import DecodeRows
+from specbranch.models.gpu.layout import CONFIDENCE
+from specbranch.models.sampling import sample
+from specbranch.models.sampling.sample import Asked
+from specbranch.models.sampling.sampler import logprobs_of
+from specbranch.models.sampling.sheet import is_penalised, sheet_of
+
+LOGPROBS = CONFIDENCE + 1  # where log-probabilities begin in a row of results: ids, then their values
+STATIC = ("bias", "least", "rank", "share", "temperature")  # parameters that are the same in every step
+Pick = Callable[[Tensor, Tensor], Tensor]  # from logits and the section of sampling numbers to tokens
+
+
+class Penalties:
+    """Tokens that occurred in the texts of some rows, and what that costs them."""
+
+    def __init__(self, rows: DecodeRows, width: int, device: torch.device) -> None:
+        """Count the tokens of new rows; those of the step before bring their counts along."""
+        self.at = [at for at, row in enumerate(rows.rows) if is_penalised(row.request.params)]
+        self._rows = torch.tensor(self.at, device=device)
+        self._own = torch.arange(len(self.at), device=device)
+        params = [rows.rows[at].request.params for at in self.at]
+        self._repetition = torch.tensor([[p.repetition_penalty] for p in params], dtype=torch.float32, device=device)
+        self._frequency, self._presence = (
+            torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
+            for numbers in ([p.frequency_penalty for p in params], [p.presence_penalty for p in params])
+        )
+        self._answered = torch.zeros(len(self.at), width, dtype=torch.int32, device=device)  # how often, in the answer
+        self._seen = torch.zeros(len(self.at), width, dtype=torch.bool, device=device)  # prompt and answer
+        for own, at in enumerate(self.at):
+            self._begin(own, rows, at, width)
+
+    def _begin(self, own: int, rows: DecodeRows, at: int, width: int) -> None:
+        source = rows.sources[at]
+        if isinstance(source, int):
+            before = rows.before.shaping.penalties if rows.before is not None and rows.before.shaping else None
+            assert before is not None
+            there = before.at.index(source)
+            self._answered[own], self._seen[own] = before._answered[there], before._seen[there]
+            return
+        length, device = rows.rows[at].request.prompt_length, self._seen.device
+        said = torch.tensor([token for token in source if token < width], device=device)
+        answered = torch.tensor([token for token in source[length:] if token < width], device=device)
+        self._seen[own, said] = True
+        self._answered[own].index_add_(0, answered, torch.ones_like(answered, dtype=torch.int32))
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return logits with the penalties, in float32; they may be the given ones, changed."""
+        some = logits[self._rows]
+        less = (self._frequency * self._answered + self._presence).float()
+        some = torch.where(self._seen, torch.where(some < 0, some * self._repetition, some / self._repetition), some)
+        logits[self._rows] = torch.where(self._answered > 0, some - less, some)
+        return logits
+
+    def count(self, tokens: Tensor) -> None:
+        """Add the tokens that all rows of the step have sampled."""
+        own = tokens[self._rows]
+        self._answered[self._own, own] += 1
+        self._seen[self._own, own] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """The parameters of a step's rows, on the device; they serve all steps of the same sequences."""
+
+    asked: Asked
+    penalties: Penalties | None
+    forbids: Sequence[tuple[int, int, frozenset[int]]]  # row, position from which its end tokens are allowed, these
+    top: int | None  # the most log-probabilities that a row wants
+
+
+class ShapedSampler:
+    """Samples the rows of plain decode steps by all their parameters."""
+
+    def __init__(self, transfer: Transfer, width: int, pick: Pick) -> None:
+        self._transfer, self._width, self._pick = transfer, width, pick
+
+    def results(self, rows: DecodeRows, logits: Tensor, choosing: Tensor) -> Tensor:
+        """Return a row's token, 1, NaN if its scores are no numbers, and log-probabilities [rows, numbers]."""
+        shaping = rows.shaping or self._shaping(rows)
+        rows.shaping, rows.before, rows.sources = shaping, None, ()
+        asked = {**shaping.asked, **self._forbidden(rows, shaping)}
+        edited = sample.edited(logits, asked)
+        if shaping.penalties is not None:
+            edited = shaping.penalties.apply(edited if edited is not logits else logits.clone())
+        tokens = self._pick(sample.uncut(edited, asked), choosing)
+        if shaping.penalties is not None:
+            shaping.penalties.count(tokens)
+        finite = edited.amax(dim=-1) < torch.inf  # no comparison holds for NaN
+        one = torch.ones_like(tokens, dtype=torch.float64)
+        parts = [tokens.double()[:, None], one[:, None], torch.where(finite, one, torch.nan)[:, None]]
+        if shaping.top is not None:
+            ids, logs = sample.logprobs(logits, tokens, shaping.top)
+            parts += [ids.double(), logs]
+        return torch.cat(parts, dim=-1)
+
+    def _shaping(self, rows: DecodeRows) -> Shaping:
+        """Bring the parameters of rows to the device."""
+        requests = [row.request for row in rows.rows]
+        # far behind min_tokens, and without a history: penalties have tables
+        spots = [Spot(one, one.prompt_length + one.params.min_tokens, list) for one in requests]
+        arrays = sheet_of(spots, self._width, finder(None, self._width))
+        asked = {name: array for name, array in arrays.items() if name in STATIC}
+        sent = {name: tensor.clone() for name, tensor in self._transfer.up(asked).items()} if asked else {}
+        penalised = any(is_penalised(one.params) for one in requests)
+        forbids = [
+            (at, one.prompt_length + one.params.min_tokens - 1, one.ending_ids)
+            for at, one in enumerate(requests)
+            if one.params.min_tokens and one.ending_ids
+        ]
+        tops = [one.params.logprobs for one in requests if one.params.logprobs is not None]
+        penalties = Penalties(rows, self._width, self._transfer.device) if penalised else None
+        return Shaping(sent, penalties, forbids, max(tops, default=None))
+
+    def _forbidden(self, rows: DecodeRows, shaping: Shaping) -> dict[str, Tensor]:
+        """Return the end tokens of rows that are too short to end, as edits."""
+        found = [
+            (row, token, -np.inf)
+            for row, allowed_from, ends in shaping.forbids
+            if rows.positions[row] < allowed_from
+            for token in ends
+            if token < self._width
+        ]
+        if not found:
+            return {}
+        return self._transfer.up({"forbid": np.array(found, dtype=np.float64).T.copy()})
+
+
+def logprobs_in(results: np.ndarray, row: int, top: int) -> TokenLogprobs:
+    """Return the log-probabilities of a row of results; another row may have asked for more."""
+    numbers: list[float] = results[row, LOGPROBS:].tolist()
+    return logprobs_of(numbers if top else [numbers[0], numbers[len(numbers) // 2]], top)
