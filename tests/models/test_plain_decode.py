@@ -191,7 +191,7 @@ def test_texts_are_those_of_the_reference_whoever_joins_leaves_or_is_shaped(
             prompt = [*text[: rng.choice([2, 30, 250, PAGE + 1])], *some_tokens(rng.randint(1, 40), seed=left % 3)]
             params = SamplingParams(**rng.choice([*SHAPINGS[:2] * 2, *SHAPINGS]), max_tokens=rng.randint(3, 24))
             one = session(left, params, prompt)
-            method = "auto" if rng.random() < 0.15 else "autoregressive"
+            method = "auto" if rng.random() < 0.4 else "autoregressive"
             tickets.append(scheduler.submit(one, partial(started, one, method)))
         for ticket in tickets:
             if ticket.state != "over" and rng.random() < 0.004:
@@ -210,6 +210,9 @@ def test_texts_are_those_of_the_reference_whoever_joins_leaves_or_is_shaped(
         assert one.tokens == (expected if one not in cancelled else expected[: len(one.tokens)])
         one.stats.check()
         assert one.stats.emitted == len(one.output)
+        if one.stats.arms.by_name:
+            assert sum(one.stats.arms.tokens.values()) == one.stats.emitted - 1
+            assert sum(arm.rounds for arm in one.stats.arms.by_name.values()) == one.stats.target_forwards
     assert runner.decoded > 20 and runner.pool.free == runner.pool.pages
 
 

@@ -132,17 +132,24 @@ class Goodput:
             load.left, load.settling = BLOCK_ROUNDS * batch_size, LEFT_OUT * batch_size
         return self._loads[key].way
 
-    def record(self, batch_size: int, way: Way, tokens: int, seconds: float, expected: Expected) -> None:
-        """Take in a round of one session."""
+    def rounds_left(self, batch_size: int) -> int:
+        """Return how many rounds of each session are left before the choice is looked at again."""
+        load = self._loads.get(batch_size.bit_length())
+        return 1 if load is None else max(round((load.settling or load.left) / batch_size), 1)
+
+    def record(
+        self, batch_size: int, way: Way, tokens: int, seconds: float, expected: Expected, rounds: int = 1
+    ) -> None:
+        """Take in some rounds of one session."""
         load = self._loads.get(batch_size.bit_length())
         if load is None or way != load.way:
             return  # it was started before the way was changed
         if load.settling > 0:
-            load.settling -= 1
+            load.settling = max(load.settling - rounds, 0.0)
             return
         load.tokens += tokens
-        load.rounds.append(seconds)
-        load.left -= 1
+        load.rounds += [seconds / rounds] * rounds
+        load.left -= rounds
         if load.left <= 0:
             load.look(batch_size, expected())
 

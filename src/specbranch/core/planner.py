@@ -137,8 +137,12 @@ class Planner:
         self.begin(context, batch_size)
         return "plain" if batch_size == 1 and tree == NO_TREE and self._nothing_pays(uncomputed) else "planned"
 
-    def record_round(self, batch_size: int, way: Way, tokens: int, seconds: float) -> None:
-        """Learn from a whole round: its goodput in a batch; of a lone session, what drafting brought."""
+    def plain_rounds(self, batch_size: int) -> int:
+        """Return how many plain rounds a batch makes before the choice is looked at again."""
+        return 1 if self.costs.prices_all else self.experience.goodput.rounds_left(batch_size)
+
+    def record_round(self, batch_size: int, way: Way, tokens: int, seconds: float, rounds: int = 1) -> None:
+        """Learn from whole rounds: their goodput in a batch; of a lone session, what drafting brought."""
         if self._promised is not None:
             plain = self._target_seconds(1) + self.costs.gap("plain")
             brought = self._accepted - self._rate * (seconds - plain)
@@ -151,7 +155,7 @@ class Planner:
         self._promised, self._accepted, self._probed = None, 0, 0.0
         if batch_size > 1 and not self.costs.prices_all:
             expected = partial(self._expected_rates, batch_size)
-            self.experience.goodput.record(batch_size, way, tokens, seconds / self.costs.factor, expected)
+            self.experience.goodput.record(batch_size, way, tokens, seconds / self.costs.factor, expected, rounds)
 
     def _expected_rates(self, batch_size: int) -> dict[Way, float]:
         """Return the tokens a second that the model expects of one session, plain and planned, on a machine as fast

@@ -45,18 +45,14 @@ def _decode(session: Session, planner: Planner, deferred: Deferred) -> MethodRou
             deferred.add(session.stats.abandon_tree, tree)  # a plain round keeps no tree
             tree = NO_TREE
         if way == "plain" and batch_size > 1:
-            yield from _plain_round_in_batch(session, deferred)
-            planned = None
-        elif way == "plain":
+            yield from _plain_rounds_in_batch(session, planner, deferred)
+            continue
+        if way == "plain":
             tree, planned = yield from _plain_round(session, planner, deferred)
         else:
             tree, planned = yield from _planned_round(session, planner, tree, deferred)
         tokens, seconds = session.stats.emitted - emitted, session.now - last_end
-        if planned is None:
-            for arms in (session.stats.arms, planner.experience.arms):
-                arms.add("plain", Arm(1, tokens, seconds))
-        else:
-            deferred.add(_count_arm, session, planner, planned, tokens, seconds)
+        deferred.add(_count_arm, session, planner, planned, tokens, seconds)
         planner.record_round(batch_size, way, tokens, seconds)
     deferred.add(session.stats.abandon_tree, tree)
 
@@ -125,14 +121,28 @@ def _plain_round(session: Session, planner: Planner, deferred: Deferred) -> Tree
     return _absorb(session, planner, NO_TREE, [], orders, reports, deferred), planned
 
 
-def _plain_round_in_batch(session: Session, deferred: Deferred) -> MethodRounds:
-    """Decode one token as plain decoding does: in a large batch every microsecond of a session counts."""
-    reports = yield Orders(verify=session.verify_plainly(), deferred=deferred)
-    deferred.run()
-    session.commit((), verdict_of(reports))
-    session.stats.end_round()
-    session.stats.judge_plain()
-    session.take_waited()
+def _plain_rounds_in_batch(session: Session, planner: Planner, deferred: Deferred) -> MethodRounds:
+    """Decode some tokens as plain decoding does: in a large batch every microsecond of a session counts.
+
+    The loop may make several rounds before it reports. If the request ends meanwhile, this generator is closed, and
+    what it has seen still counts.
+    """
+    batch_size, last_end, stats = session.batch_size, session.now, session.stats
+    emitted = stats.emitted
+    rounds = min(planner.plain_rounds(batch_size), session.room)
+    try:
+        reports = yield Orders(verify=session.verify_plainly(), deferred=deferred, plain_rounds=rounds)
+        deferred.run()
+        session.commit((), verdict_of(reports))
+        stats.end_round()
+        stats.judge_plain()
+        session.take_waited()
+    finally:
+        if made := stats.emitted - emitted:  # rounds, each with one token
+            seconds = session.now - last_end
+            for arms in (stats.arms, planner.experience.arms):
+                arms.add("plain", Arm(made, made, seconds))
+            planner.record_round(batch_size, "plain", made, seconds, made)
 
 
 def _if_room(session: Session, growth: Growth | None) -> Growth | None:
