@@ -34,35 +34,51 @@ Pick = Callable[[Tensor, Tensor], Tensor]  # from logits and the section of samp
 class Penalties:
     """Tokens that occurred in the texts of some rows, and what that costs them."""
 
-    def __init__(self, rows: DecodeRows, width: int, device: torch.device) -> None:
+    def __init__(self, rows: DecodeRows, width: int, transfer: Transfer) -> None:
         """Count the tokens of new rows; those of the step before bring their counts along."""
         self.at = [at for at, row in enumerate(rows.rows) if is_penalised(row.request.params)]
-        self._rows = torch.tensor(self.at, device=device)
-        self._own = torch.arange(len(self.at), device=device)
-        params = [rows.rows[at].request.params for at in self.at]
-        self._repetition = torch.tensor([[p.repetition_penalty] for p in params], dtype=torch.float32, device=device)
-        self._frequency, self._presence = (
-            torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
-            for numbers in ([p.frequency_penalty for p in params], [p.presence_penalty for p in params])
-        )
-        self._answered = torch.zeros(len(self.at), width, dtype=torch.int32, device=device)  # how often, in the answer
-        self._seen = torch.zeros(len(self.at), width, dtype=torch.bool, device=device)  # prompt and answer
+        sent = transfer.up({**self._numbers(rows), **self._texts(rows, width)})  # one copy, which waits for nothing
+        self._rows, self._own = sent["rows"].clone(), sent["own"].clone()
+        self._repetition = sent["repetition"].clone()
+        self._frequency, self._presence = sent["frequency"].clone(), sent["presence"].clone()
+        shape, device = (len(self.at), width), transfer.device
+        self._answered = torch.zeros(shape, dtype=torch.int32, device=device)  # how often a token is in the answer
+        self._seen = torch.zeros(shape, dtype=torch.bool, device=device)  # in prompt or answer
         for own, at in enumerate(self.at):
-            self._begin(own, rows, at, width)
+            source = rows.sources[at]
+            if isinstance(source, int):
+                self._take(own, rows.before, source)
+            else:
+                said, answered = sent[f"text {own}"], sent[f"answer {own}"]
+                self._seen[own].index_fill_(0, said, True)
+                self._answered[own].index_add_(0, answered, torch.ones_like(answered, dtype=torch.int32))
 
-    def _begin(self, own: int, rows: DecodeRows, at: int, width: int) -> None:
-        source = rows.sources[at]
-        if isinstance(source, int):
-            before = rows.before.shaping.penalties if rows.before is not None and rows.before.shaping else None
-            assert before is not None
-            there = before.at.index(source)
-            self._answered[own], self._seen[own] = before._answered[there], before._seen[there]
-            return
-        length, device = rows.rows[at].request.prompt_length, self._seen.device
-        said = torch.tensor([token for token in source if token < width], device=device)
-        answered = torch.tensor([token for token in source[length:] if token < width], device=device)
-        self._seen[own, said] = True
-        self._answered[own].index_add_(0, answered, torch.ones_like(answered, dtype=torch.int32))
+    def _numbers(self, rows: DecodeRows) -> dict[str, np.ndarray]:
+        params = [rows.rows[at].request.params for at in self.at]
+        return {
+            "rows": np.array(self.at),
+            "own": np.arange(len(self.at)),
+            "repetition": np.array([[p.repetition_penalty] for p in params], dtype=np.float32),
+            "frequency": np.array([[p.frequency_penalty] for p in params]),
+            "presence": np.array([[p.presence_penalty] for p in params]),
+        }
+
+    def _texts(self, rows: DecodeRows, width: int) -> dict[str, np.ndarray]:
+        """Return the tokens of new rows: all, and those of the answer."""
+        found: dict[str, np.ndarray] = {}
+        for own, at in enumerate(self.at):
+            source, length = rows.sources[at], rows.rows[at].request.prompt_length
+            if not isinstance(source, int):
+                found[f"text {own}"] = np.array([token for token in source if token < width], dtype=np.int64)
+                found[f"answer {own}"] = np.array([t for t in source[length:] if t < width], dtype=np.int64)
+        return found
+
+    def _take(self, own: int, before: DecodeRows | None, row: int) -> None:
+        """Take the counts of a row of the step before."""
+        there = before.shaping.penalties if before is not None and before.shaping is not None else None
+        assert there is not None
+        at = there.at.index(row)
+        self._answered[own], self._seen[own] = there._answered[at], there._seen[at]
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return logits with the penalties, in float32; they may be the given ones, changed."""
@@ -129,7 +145,7 @@ class ShapedSampler:
             if one.params.min_tokens and one.ending_ids
         ]
         tops = [one.params.logprobs for one in requests if one.params.logprobs is not None]
-        penalties = Penalties(rows, self._width, self._transfer.device) if penalised else None
+        penalties = Penalties(rows, self._width, self._transfer) if penalised else None
         return Shaping(sent, penalties, forbids, max(tops, default=None))
 
     def _forbidden(self, rows: DecodeRows, shaping: Shaping) -> dict[str, Tensor]:
