@@ -37,7 +37,7 @@ class PacedExecutor:
     """Answers every verify order with the next token of a text, one round each `seconds`.
 
     `ahead`: the device starts a round when the one before it ends, as a GPU does whose next step was launched ahead.
-    Otherwise it starts when it is asked to.
+    Otherwise it starts when it is asked to, and waits for the host's work between two rounds.
     """
 
     restarts = late_captures = 0
@@ -47,7 +47,7 @@ class PacedExecutor:
         """`host`: seconds of a round in which the thread computes instead of sleeping, as a launch does."""
         self._text, self._seconds, self._ahead, self._host = text, seconds, ahead, host
         self._requests: dict[int, Request] = {}
-        self._end = 0.0  # of the device's latest round
+        self._end = 0.0  # of the round that was launched ahead
         self.now: Callable[[], float] = time.perf_counter
         self.rounds = 0
 
@@ -60,9 +60,11 @@ class PacedExecutor:
         start = self.now()
         while self.now() < start + self._host:
             pass
-        self._end = (max(self._end, start) if self._ahead else start) + self._seconds
-        if (left := self._end - self.now()) > 0:
+        launched = self._ahead and self._end > 0.0
+        end = self._end if launched else start + self._seconds
+        if (left := end - self.now()) > 0:
             time.sleep(left)
+        self._end = self.now() + self._seconds
         self.rounds += 1
         span = Span(start, self.now(), len(orders))
         return {session: self._report(session, one, span) for session, one in orders.items()}
