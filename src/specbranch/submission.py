@@ -30,6 +30,7 @@ log = logging.getLogger("specbranch")
 Made = TypeVar("Made")
 Listener = tuple[asyncio.AbstractEventLoop, Callable[[], None]]  # what to call, and the loop to call it in
 
+
 class SubmissionEngine(Protocol):
     """The engine, as far as a submission calls it."""
 

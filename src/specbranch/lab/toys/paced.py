@@ -64,7 +64,7 @@ class PacedExecutor:
         end = self._end if launched else start + self._seconds
         if (left := end - self.now()) > 0:
             time.sleep(left)
-        self._end = self.now() + self._seconds
+        self._end = max(end, start) + self._seconds
         self.rounds += 1
         span = Span(start, self.now(), len(orders))
         return {session: self._report(session, one, span) for session, one in orders.items()}
