@@ -7,7 +7,6 @@ joined, are the output's text, whichever thread takes them.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from specbranch.config import SamplingParams
@@ -136,12 +135,13 @@ class Answer:
     def take(self, count: int) -> tuple[Piece, ...]:
         """Return the tokens behind those already taken, up to `count` in all."""
         self._decode(count)
-        session, request, start = self.session, self.session.request, len(self._pieces)
-        first = request.prompt_length
-        scores = session.logprobs[start:count] if request.params.logprobs is not None else repeat(None)
-        tokens = session.tokens[first + start : first + count]
-        parts = zip(self._texts[start:count], session.origins[start:count], tokens, strict=True)
-        fresh = [Piece(*part, logprobs) for part, logprobs in zip(parts, scores, strict=False)]
+        session, texts, start = self.session, self._texts, len(self._pieces)
+        origins, tokens, first = session.origins, session.tokens, session.request.prompt_length
+        if session.request.params.logprobs is None:
+            fresh = [Piece(texts[at], origins[at], tokens[first + at]) for at in range(start, count)]
+        else:
+            scores = session.logprobs
+            fresh = [Piece(texts[at], origins[at], tokens[first + at], scores[at]) for at in range(start, count)]
         self._pieces += fresh
         return tuple(fresh)
 
@@ -174,9 +174,9 @@ class Answer:
 
     def _decode(self, count: int) -> None:
         """Decode tokens up to `count` in all, unless `_watch` has."""
-        first = self.session.request.prompt_length
-        for token in self.session.tokens[first + len(self._texts) : first + count]:
-            self._texts.append(self._reader.read(token))
+        if len(self._texts) < count:
+            first = self.session.request.prompt_length
+            self._texts += map(self._reader.read, self.session.tokens[first + len(self._texts) : first + count])
 
     def _finish(self) -> None:
         """Decode the rest. Text that was held back for a stop string belongs to the last token."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -28,7 +29,8 @@ from specbranch.errors import BadParameter, SpecBranchError, engine_failure, unk
 
 log = logging.getLogger("specbranch")
 Made = TypeVar("Made")
-Listener = tuple[asyncio.AbstractEventLoop, Callable[[], None]]  # what to call, and the loop to call it in
+# What to call, and the event loop to call it in; None: the engine's thread calls it, so it has to be quick.
+Listener = tuple[asyncio.AbstractEventLoop | None, Callable[[], None]]
 
 
 class SubmissionEngine(Protocol):
@@ -115,7 +117,7 @@ class Submission:
         self.tickets: list[Ticket] = []  # only the engine's thread uses it
         self.paused = False  # the engine's thread sets it
         self._engine = engine
-        self._changed = threading.Condition()
+        self._changing = threading.Lock()  # held for the counts and listeners below
         self._count = 0  # tokens of a stream that may be taken
         self._taken = 0  # tokens that were taken
         self._ended = False  # the engine is done with its sessions
@@ -138,9 +140,12 @@ class Submission:
         that has no output, such as a cancelled one, is raised. Meanwhile a stream may run ahead of its consumer by any
         number of tokens.
         """
-        with self._whole(), self._changed:
-            if not self._changed.wait_for(self._is_over, None if timeout is None else min(timeout, TIMEOUT_MAX)):
-                raise TimeoutError(f"The request is not finished after {timeout:g} s; it goes on unless cancelled.")
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._whole():
+            while not self._is_over():
+                left = None if end is None else end - time.monotonic()
+                if not self._wait(self._is_over, left):
+                    raise TimeoutError(f"The request is not finished after {timeout:g} s; it goes on unless cancelled.")
         return self._finished()
 
     async def output(self) -> Output:
@@ -153,8 +158,7 @@ class Submission:
     def __iter__(self) -> Iterator[Chunk]:
         """Yield chunks as they come, in a thread. The last one carries the output, with its error if it has one."""
         while not self._last_taken:
-            with self._changed:
-                self._changed.wait_for(self._has_news)
+            self._wait(self._has_news)
             if (chunk := self.take()) is not None:
                 yield chunk
 
@@ -169,7 +173,7 @@ class Submission:
         """Return all new text as a chunk, without waiting; None if there is none. The last chunk carries the output.
         The error of a request that has no output is raised."""
         with self._reading:
-            with self._changed:
+            with self._changing:
                 if self._last_taken or not self._has_news():
                     return None
                 before, self._taken = self._taken, self._count
@@ -185,7 +189,7 @@ class Submission:
     def listen(self, callback: Callable[[], None]) -> bool:
         """Have `callback` called once in the running event loop, as soon as there is something to take. Return False
         if there is something already; then it is not called."""
-        return self._listen(callback, self._has_news)
+        return self._listen((asyncio.get_running_loop(), callback), self._has_news)
 
     # The engine's thread calls the next two.
 
@@ -201,25 +205,24 @@ class Submission:
         self, count: int, ended: bool = False, error: SpecBranchError | None = None, buffer: float = inf
     ) -> list[Listener]:
         """Let the caller take `count` tokens in all, and the end if it is there. Set `paused` if the caller is behind
-        by more than `buffer` tokens. Wake all threads that wait; return the listeners, which `call_listeners` calls."""
-        with self._changed:
+        by more than `buffer` tokens. Return the listeners, which `call_listeners` calls."""
+        with self._changing:
             if not self._is_over():
                 self._count, self._ended, self._error = max(count, self._count), ended, error
-                self.paused = not (self._is_over() or self._awaited) and count - self._taken > buffer
-            self._changed.notify_all()
+                self.paused = count - self._taken > buffer and not (self._is_over() or self._awaited)
             listeners, self._listeners = self._listeners, []
         return listeners
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Resume the request, and keep it running while a caller waits for its end."""
-        with self._changed:
+        with self._changing:
             self._awaited += 1
         self._engine.post(partial(self._engine.go_on, self))
         try:
             yield
         finally:
-            with self._changed:
+            with self._changing:
                 self._awaited -= 1
 
     def _is_over(self) -> bool:
@@ -244,31 +247,41 @@ class Submission:
         except Exception as error:
             log.error("The text of a request could not be made; others go on.", exc_info=error)
             self.cancel()
-            with self._changed:
+            with self._changing:
                 self._error = self._error or engine_failure(error)
             raise self._error from error
 
     async def _news(self, there: Callable[[], bool]) -> None:
         """Wait until `there` holds, or the next news."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._listen(partial(_settle, future), there):
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        if self._listen((loop, partial(_settle, future)), there):
             await future
 
-    def _listen(self, callback: Callable[[], None], there: Callable[[], bool]) -> bool:
-        loop = asyncio.get_running_loop()
-        with self._changed:
+    def _wait(self, there: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Do as `_news`, in a thread. Return False if neither came within `seconds`."""
+        news = threading.Event()
+        waits = self._listen((None, news.set), there)
+        return not waits or news.wait(None if seconds is None else max(min(seconds, TIMEOUT_MAX), 0.0))
+
+    def _listen(self, listener: Listener, there: Callable[[], bool]) -> bool:
+        with self._changing:
             if there():
                 return False
-            self._listeners.append((loop, callback))
+            self._listeners.append(listener)
             return True
 
 
 def call_listeners(listeners: Iterable[Listener]) -> None:
-    """Have each event loop call its listeners: one wake-up for each loop, however many they are."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+    """Wake threads that wait, and have each event loop call its listeners: one wake-up for each loop, however many
+    listeners it has."""
+    by_loop: dict[asyncio.AbstractEventLoop | None, list[Callable[[], None]]] = {}
     for loop, callback in listeners:
         by_loop.setdefault(loop, []).append(callback)
     for loop, callbacks in by_loop.items():
+        if loop is None:
+            _call_all(callbacks)
+            continue
         with suppress(RuntimeError):  # it was closed
             loop.call_soon_threadsafe(_call_all, callbacks)
 

@@ -89,14 +89,17 @@ class AnswerEvents:
 
     def listen(self, callback: Callable[[], None]) -> bool:
         """Have `callback` called once there is something to take. Return False if there is something already."""
+        return bool(self._running) and not self._waiting and self._listen(callback)
+
+    def _listen(self, callback: Callable[[], None]) -> bool:
+        """Have `callback` called once the engine has news of a choice. Return False if there are some already."""
         for index in self._running - self._listened:
             if self._answering.submissions[index].listen(partial(self._hear, index)):
                 self._listened.add(index)
             elif index not in self._news:
                 self._news.append(index)
-        waits = bool(self._running) and not self._news and not self._waiting
-        self._callback = callback if waits else None
-        return waits
+        self._callback = None if self._news else callback
+        return not self._news
 
     def _hear(self, index: int) -> None:
         self._listened.discard(index)
@@ -107,7 +110,7 @@ class AnswerEvents:
 
     async def _until_news(self) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self.listen(lambda: None if future.done() else future.set_result(None)):
+        if self._listen(lambda: None if future.done() else future.set_result(None)):
             await future
 
     def _guard(self, add: Callable[[], None]) -> None:

@@ -129,8 +129,9 @@ class CompletionForm:
 
     def whole(self, index: int, output: Output | None, scores: PromptScores) -> CompletionChoice:
         """Return the whole text."""
+        opening = self.opening(index, scores)  # first: it says where the answer starts
         new = self.news(index, output.pieces) if output else None
-        parts = [self.opening(index, scores), self.part(index, new) if new else None]
+        parts = [opening, self.part(index, new) if new else None]
         there = [part for part in parts if part is not None]
         logprobs = [part.logprobs for part in there if part.logprobs is not None]
         reason: Reason = reason_of(output) if output else "length"

@@ -59,9 +59,19 @@ class Detokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Append tokens; return the text that became final."""
-        if self._bytes is not None:
-            return "".join([self._append_bytes(*self._bytes[token]) for token in token_ids])
-        return "".join([self._append(token) for token in token_ids])
+        return "".join([self.feed_one(token) for token in token_ids])
+
+    def feed_one(self, token: int) -> str:
+        """Append one token; return the text that became final."""
+        if self._bytes is None:
+            return self._append(token)
+        new, text = self._bytes[token]
+        if text is not None and not self._rest:
+            return text
+        held = self._rest + new
+        whole, used = utf_8_decode(held, "replace", False)
+        self._rest = held[used:]
+        return whole
 
     def finish(self) -> str:
         """Return the text still held back, with U+FFFD for bytes that never became a character."""
@@ -83,14 +93,6 @@ class Detokenizer:
         if self._run is None:
             self._run = _ByteRun(self._window, self._run_start(), len(self._context), self._text)
         return self._run.text(start).rstrip(UNFINISHED)
-
-    def _append_bytes(self, new: bytes, text: str | None) -> str:
-        if text is not None and not self._rest:
-            return text
-        held = self._rest + new
-        whole, used = utf_8_decode(held, "replace", False)
-        self._rest = held[used:]
-        return whole
 
     def _append(self, token: int) -> str:
         if self._tokenizer.is_silent(token, self._skip_special):

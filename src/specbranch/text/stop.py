@@ -47,9 +47,9 @@ class StopStrings:
     def read(self, token: int) -> str:
         """Append a token; return the text that became final."""
         if not self._stops:  # then no text is held back here
-            new = self._detokenizer.feed((token,))
-            self._settle(new, "")
-            self._taken = len(self._settled)
+            new = self._detokenizer.feed_one(token)
+            self._settled.append(new)
+            self._taken += 1
             return new
         self.append(token)
         return self.take()
