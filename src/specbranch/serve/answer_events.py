@@ -56,7 +56,7 @@ class AnswerEvents:
         self._callback: Callable[[], None] | None = None
         self._heard: dict[int, float] = {}  # the time of each choice's latest chunk
         self._waiting: list[bytes] = []  # events that were not taken yet
-        self.is_over = False
+        self._ended = False  # the last event was made
         for index in range(answering.prepared.choices):
             if (opening := self._form.opening(index, scores)) is not None:
                 self._waiting.append(self._event(opening))
@@ -80,16 +80,21 @@ class AnswerEvents:
             made._guard(partial(made._add, index, first))
         return made
 
+    @property
+    def is_over(self) -> bool:
+        """True if the last event was taken."""
+        return self._ended and not self._waiting
+
     def take(self) -> bytes:
         """Return all events that are there."""
-        if not self.is_over:
+        if not self._ended:
             self._guard(self._add_news)
         taken, self._waiting = b"".join(self._waiting), []
         return taken
 
     def listen(self, callback: Callable[[], None]) -> bool:
         """Have `callback` called once there is something to take. Return False if there is something already."""
-        return bool(self._running) and not self._waiting and self._listen(callback)
+        return bool(self._running) and not (self._waiting or self._ended) and self._listen(callback)
 
     def _listen(self, callback: Callable[[], None]) -> bool:
         """Have `callback` called once the engine has news of a choice. Return False if there are some already."""
@@ -117,7 +122,7 @@ class AnswerEvents:
         """Add events. An error becomes the last one: it is too late for a status, which is sent already."""
         try:
             add()
-            if self._running or self.is_over:
+            if self._running:
                 return
             if self._options.include_usage:
                 self._waiting.append(event(self._last()))
@@ -126,7 +131,7 @@ class AnswerEvents:
                 log.error("A stream failed by a mistake of the program.", exc_info=error)
             self._waiting.append(event(json.dumps(of_engine(error).body())))
         self._waiting.append(DONE)
-        self.is_over = True
+        self._ended = True
 
     def _add_news(self) -> None:
         news, self._news = self._news, []
