@@ -28,6 +28,7 @@ from specbranch.decoding import Speculative
 from specbranch.errors import BadParameter, SpecBranchError, engine_failure, unknown
 
 log = logging.getLogger("specbranch")
+Given = TypeVar("Given")
 Made = TypeVar("Made")
 # What to call, and the event loop to call it in; None: the engine's thread calls it, so it has to be quick.
 Listener = tuple[asyncio.AbstractEventLoop | None, Callable[[], None]]
@@ -122,7 +123,9 @@ class Submission:
         self._taken = 0  # tokens that were taken
         self._ended = False  # the engine is done with its sessions
         self._error: SpecBranchError | None = None
-        self._listeners: list[Listener] = []
+        self._listeners: list[Listener] = []  # called once
+        self._subscriber: Listener | None = None  # called again and again
+        self._called = False  # the subscriber was called and has taken nothing since
         self._last_taken = False  # the last chunk was taken
         self._awaited = 0  # callers that wait for the whole output and take no chunks meanwhile
         self._reading = threading.Lock()  # held by the one thread that makes text
@@ -174,6 +177,7 @@ class Submission:
         The error of a request that has no output is raised."""
         with self._reading:
             with self._changing:
+                self._called = False
                 if self._last_taken or not self._has_news():
                     return None
                 before, self._taken = self._taken, self._count
@@ -182,14 +186,18 @@ class Submission:
             if resumes:
                 self._engine.post(partial(self._engine.go_on, self))
             if not ended:
-                return Chunk(self._made(partial(self.answers[0].take, count)))
+                return Chunk(self._made(self.answers[0].take, count))
         output = self._finished()
         return Chunk(output.pieces[before:] if self.wish.streams else (), output)
 
-    def listen(self, callback: Callable[[], None]) -> bool:
-        """Have `callback` called once in the running event loop, as soon as there is something to take. Return False
-        if there is something already; then it is not called."""
-        return self._listen((asyncio.get_running_loop(), callback), self._has_news)
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called in the running event loop whenever there is something to take: after a call, not
+        again before something was taken. There is one subscriber."""
+        loop = asyncio.get_running_loop()
+        with self._changing:
+            self._subscriber, self._called = (loop, callback), self._has_news()
+            if self._called:
+                loop.call_soon(callback)
 
     # The engine's thread calls the next two.
 
@@ -211,6 +219,9 @@ class Submission:
                 self._count, self._ended, self._error = max(count, self._count), ended, error
                 self.paused = count - self._taken > buffer and not (self._is_over() or self._awaited)
             listeners, self._listeners = self._listeners, []
+            if self._subscriber is not None and not self._called:
+                self._called = True
+                listeners.append(self._subscriber)
         return listeners
 
     @contextmanager
@@ -237,13 +248,13 @@ class Submission:
             if self._error is not None:
                 raise self._error
             if self._output is None:
-                self._output = self._made(lambda: gather([answer.output() for answer in self.answers]))
+                self._output = self._made(lambda answers: gather([one.output() for one in answers]), self.answers)
             return self._output
 
-    def _made(self, make: Callable[[], Made]) -> Made:
+    def _made(self, make: Callable[[Given], Made], given: Given) -> Made:
         """Make text. If that fails, the request ends with an error, and others go on."""
         try:
-            return make()
+            return make(given)
         except Exception as error:
             log.error("The text of a request could not be made; others go on.", exc_info=error)
             self.cancel()

@@ -51,9 +51,8 @@ class AnswerEvents:
         self._options = answering.prepared.stream or StreamOptions()
         self._templates: dict[int, tuple[bytes, bytes]] = {}  # by choice: the JSON before and after its new text
         self._running = set(range(len(answering.submissions)))  # choices that are not finished
-        self._listened: set[int] = set()  # of them: those that will call `_hear`
-        self._news = list(self._running)  # of them: those that may have something to take
-        self._callback: Callable[[], None] | None = None
+        self._news: list[int] = []  # of them: those that have something to take
+        self.on_news: Callable[[], None] | None = None  # called when there is something to take
         self._heard: dict[int, float] = {}  # the time of each choice's latest chunk
         self._waiting: list[bytes] = []  # events that were not taken yet
         self._ended = False  # the last event was made
@@ -68,10 +67,15 @@ class AnswerEvents:
     @classmethod
     async def begun(cls, answering: Answering) -> Self:
         """Wait for the first chunk. Until then, an error is raised: it still becomes an HTTP status."""
-        made = cls(answering, await answering.scores())
+        made, news = cls(answering, await answering.scores()), asyncio.Event()
+        made.on_news = news.set
+        for index, submission in enumerate(answering.submissions):
+            submission.subscribe(partial(made._hear, index))
         first: Chunk | None = None
         while made._running and first is None:
-            await made._until_news()
+            if not made._news:
+                news.clear()
+                await news.wait()
             index = made._news.pop(0)
             first = answering.submissions[index].take()
         if first is not None:
@@ -92,31 +96,10 @@ class AnswerEvents:
         taken, self._waiting = b"".join(self._waiting), []
         return taken
 
-    def listen(self, callback: Callable[[], None]) -> bool:
-        """Have `callback` called once there is something to take. Return False if there is something already."""
-        return bool(self._running) and not (self._waiting or self._ended) and self._listen(callback)
-
-    def _listen(self, callback: Callable[[], None]) -> bool:
-        """Have `callback` called once the engine has news of a choice. Return False if there are some already."""
-        for index in self._running - self._listened:
-            if self._answering.submissions[index].listen(partial(self._hear, index)):
-                self._listened.add(index)
-            elif index not in self._news:
-                self._news.append(index)
-        self._callback = None if self._news else callback
-        return not self._news
-
     def _hear(self, index: int) -> None:
-        self._listened.discard(index)
         self._news.append(index)
-        callback, self._callback = self._callback, None
-        if callback is not None:
-            callback()
-
-    async def _until_news(self) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._listen(lambda: None if future.done() else future.set_result(None)):
-            await future
+        if self.on_news is not None:
+            self.on_news()
 
     def _guard(self, add: Callable[[], None]) -> None:
         """Add events. An error becomes the last one: it is too late for a status, which is sent already."""

@@ -84,6 +84,8 @@ class EventStream(_SentEvents):
 class EventSource(Protocol):
     """What events are taken from, without waiting."""
 
+    on_news: Callable[[], None] | None  # called in this event loop when there is something to take
+
     @property
     def is_over(self) -> bool:
         """True if the last event was taken."""
@@ -91,11 +93,6 @@ class EventSource(Protocol):
 
     def take(self) -> bytes:
         """Return all events that are there, as one text; nothing if there are none."""
-        ...
-
-    def listen(self, callback: Callable[[], None]) -> bool:
-        """Have `callback` called once in this event loop, as soon as there is something to take. Return False if there
-        is something already; then it is not called."""
         ...
 
 
@@ -110,10 +107,14 @@ class PushedEvents(_SentEvents):
         if writer is not None:
             await _Pump(self._source, writer).whole()
             return
-        while not self._source.is_over:  # another server than ours, or an older client
+        news = asyncio.Event()  # another server than ours, or an older client
+        self._source.on_news = news.set
+        while not self._source.is_over:
+            news.clear()
             if events := self._source.take():
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-            await _listened(self._source)
+            else:
+                await news.wait()
 
 
 class _Pump:
@@ -121,8 +122,8 @@ class _Pump:
 
     def __init__(self, source: EventSource, writer: BodyWriter) -> None:
         self._source, self._writer = source, writer
-        self._loop = asyncio.get_running_loop()
-        self._done: asyncio.Future[None] = self._loop.create_future()
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        source.on_news = self._run
 
     async def whole(self) -> None:
         """Wait until all events are written. A client that leaves has to be noticed elsewhere."""
@@ -137,22 +138,8 @@ class _Pump:
                 self._writer.write(events)
             if self._source.is_over:
                 self._done.set_result(None)
-            elif not self._source.listen(self._run):
-                self._loop.call_soon(self._run)
         except Exception as error:  # it concerns this stream alone
             self._done.set_exception(error)
-
-
-async def _listened(source: EventSource) -> None:
-    """Wait until there is something to take."""
-    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def settle() -> None:
-        if not future.done():
-            future.set_result(None)
-
-    if not source.is_over and source.listen(settle):
-        await future
 
 
 def event(data: str) -> bytes:
