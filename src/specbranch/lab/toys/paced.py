@@ -30,7 +30,7 @@ from specbranch.lab.toys.toys import ToyLaw, ToyRunner
 if TYPE_CHECKING:
     from specbranch.text.tokenizer import Tokenizer
 
-STRIDE = 7919  # tokens between the starts of two answers whose seeds differ by one
+ANSWER_STRIDE = 7919  # tokens between the starts of two answers whose seeds differ by one
 
 
 class PacedExecutor:
@@ -90,7 +90,7 @@ class PacedExecutor:
         if verify.allowed is not None:  # a text to score
             path, token = tuple(range(len(verify.tokens))), min(verify.allowed[-1] or (0,))
         else:
-            start = (request.seed + request.sample) * STRIDE
+            start = (request.seed + request.sample) * ANSWER_STRIDE
             path, token = (), self._text[(start + len(verify.on)) % len(self._text)]
         if request.params.logprobs is None:
             return Verdict(path, token)
