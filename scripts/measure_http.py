@@ -27,6 +27,7 @@ from typing import Any
 
 ROUND = 5.5e-3  # seconds of a round of 64 sessions of an 8B model on one H200
 WARM_UP = 1.5  # seconds before a measurement starts
+SPREAD = 16  # lengths of answers, from 3/4 to 5/4 of the mean: clients do not all ask again at once
 # Words, code and characters of two to four bytes: tokens that end within a character occur, too.
 TEXT = (
     "A branch is a guess about what the large model will say next. The draft writes it down, the target reads it, and "
@@ -89,7 +90,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64, help="streams at a time")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of an answer")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of an answer, in the mean")
     parser.add_argument("--seconds", type=float, default=5.0, help="seconds that are measured, once warm")
     parser.add_argument("--round", type=float, default=ROUND, help="seconds of a round on the device")
     parser.add_argument("--host", type=float, default=0.0, help="seconds of a round in which the engine's thread works")
@@ -162,7 +163,7 @@ def _ask(server: _Server, given: argparse.Namespace) -> dict[str, Any]:
 
 def _stream(port: int, at: int, given: argparse.Namespace) -> Stream:
     asked: dict[str, Any] = {
-        "max_tokens": given.tokens,
+        "max_tokens": max(round(given.tokens * (1 + (at % SPREAD / SPREAD - 0.5) / 2)), 1),
         "ignore_eos": True,
         "seed": at,
         "stream": True,
