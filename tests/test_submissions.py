@@ -84,6 +84,22 @@ def test_the_engines_thread_makes_text_for_stop_strings_alone(
     assert decoded == Counter({ENGINE if stop else "MainThread": 40})
 
 
+def test_a_long_answer_is_decoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, inner = set[str](), Detokenizer.feed_one
+
+    def noted(reader: Detokenizer, token: int) -> str:
+        decoded.add(threading.current_thread().name)
+        return inner(reader, token)
+
+    monkeypatch.setattr(Detokenizer, "feed_one", noted)
+
+    async def work(engine: AsyncLLM) -> Any:
+        return await engine.submit("Smile", params(max_tokens=1100)).output()
+
+    assert len(run(work).token_ids) == 1100
+    assert len(decoded) == 1 and decoded.isdisjoint((ENGINE, "MainThread"))
+
+
 def test_a_consumer_that_is_behind_gets_fewer_chunks_with_the_same_text_and_is_paused() -> None:
     async def work(engine: AsyncLLM) -> tuple[list[Chunk], list[Chunk], int]:
         asked = partial(engine.submit, "Smile", params(max_tokens=400), streams=True)

@@ -28,6 +28,7 @@ from specbranch.decoding import Speculative
 from specbranch.errors import BadParameter, SpecBranchError, engine_failure, unknown
 
 log = logging.getLogger("specbranch")
+LONG_ANSWER = 1024  # tokens whose text takes milliseconds to make
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 # What to call, and the event loop to call it in; None: the engine's thread calls it, so it has to be quick.
@@ -156,6 +157,8 @@ class Submission:
         with self._whole():
             while not self._is_over():
                 await self._news(self._is_over)
+        if self._error is None and sum(answer.count for answer in self.answers) > LONG_ANSWER:
+            return await asyncio.to_thread(self._finished)  # its text takes long: the event loop goes on meanwhile
         return self._finished()
 
     def __iter__(self) -> Iterator[Chunk]:
