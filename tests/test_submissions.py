@@ -208,6 +208,20 @@ def test_text_that_cannot_be_made_ends_its_stream_and_no_other(monkeypatch: pyte
     assert len(run(work, 0.0005).token_ids) == 300
 
 
+def test_whoever_waits_no_longer_is_forgotten() -> None:
+    async def work(engine: AsyncLLM) -> None:
+        one = await _whole(engine)
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.to_thread(one.result, 0.001)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(one.output(), 0.001)
+        assert one._listeners == [] and one._awaited == 0
+        one.cancel()
+
+    run(work)
+
+
 def test_threads_and_tasks_read_streams_side_by_side() -> None:
     async def work(engine: AsyncLLM) -> tuple[list[str], list[str]]:
         async def in_task(at: int) -> str:

@@ -269,14 +269,23 @@ class Submission:
         """Wait until `there` holds, or the next news."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        if self._listen((loop, partial(_settle, future)), there):
-            await future
+        listener = loop, partial(_settle, future)
+        if self._listen(listener, there):
+            try:
+                await future
+            finally:
+                self._unlisten(listener)
 
     def _wait(self, there: Callable[[], bool], seconds: float | None = None) -> bool:
         """Do as `_news`, in a thread. Return False if neither came within `seconds`."""
         news = threading.Event()
-        waits = self._listen((None, news.set), there)
-        return not waits or news.wait(None if seconds is None else max(min(seconds, TIMEOUT_MAX), 0.0))
+        listener: Listener = None, news.set
+        if not self._listen(listener, there):
+            return True
+        try:
+            return news.wait(None if seconds is None else max(min(seconds, TIMEOUT_MAX), 0.0))
+        finally:
+            self._unlisten(listener)
 
     def _listen(self, listener: Listener, there: Callable[[], bool]) -> bool:
         with self._changing:
@@ -284,6 +293,12 @@ class Submission:
                 return False
             self._listeners.append(listener)
             return True
+
+    def _unlisten(self, listener: Listener) -> None:
+        """Remove a listener that was not called: its caller waits no longer."""
+        with self._changing:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
 
 
 def call_listeners(listeners: Iterable[Listener]) -> None:
