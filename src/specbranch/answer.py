@@ -1,13 +1,12 @@
 """What a user gets back: an `Output`, whole or `Chunk` by `Chunk`, and the unfinished `Answer` it is made from.
 
 Owns the pairing of a session with its decoding and its text. It runs no rounds. Invariant: the texts of all chunks,
-joined, are the output's text.
+joined, are the output's text, whichever thread takes them.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from specbranch.config import SamplingParams
@@ -92,7 +91,12 @@ class Chunk:
 
 
 class Answer:
-    """An unfinished answer: a session with its decoding, and its text so far."""
+    """An unfinished answer: a session with its decoding, and its text so far.
+
+    One thread runs the session, and another may take the text: it names the number of tokens that it may read. Only
+    stop strings need the text while the session runs. Then the session's thread decodes each token, and otherwise
+    whoever takes the text.
+    """
 
     def __init__(
         self,
@@ -109,21 +113,37 @@ class Answer:
         params = request.params
         self.decoding, self.forced = decoding, forced
         self._reader = StopStrings(params.stop, Detokenizer(tokenizer), params.min_tokens)
-        self._texts: list[str] = []
-        self._undecoded: list[int] = []  # tokens that are not in `_texts` yet
-        self._shown = 0
-        self.session = Session(number, prompt, request, limit, self._watch)
+        self._texts: list[str] = []  # of each decoded token
+        self._pieces: list[Piece] = []  # those that were taken
+        self.session = Session(number, prompt, request, limit, self._watch if params.stop else None)
 
     def start(self) -> MethodRounds:
         """Start its rounds; the scheduler calls this when it admits the session."""
         return self.decoding.start(self.session, self.forced)
 
+    @property
+    def count(self) -> int:
+        """The number of its tokens so far."""
+        return len(self.session.tokens) - self.session.request.prompt_length
+
     def chunk(self) -> Chunk:
         """Return the text since the last call, with the output if the session is finished."""
-        output = self.output() if self.session.finished else None
-        fresh = self._pieces(self._shown)
-        self._shown += len(fresh)
-        return Chunk(tuple(fresh), output)
+        start, output = len(self._pieces), self.output() if self.session.finished else None
+        self.take(self.count)
+        return Chunk(tuple(self._pieces[start:]), output)
+
+    def take(self, count: int) -> tuple[Piece, ...]:
+        """Return the tokens behind those already taken, up to `count` in all."""
+        self._decode(count)
+        session, texts, start = self.session, self._texts, len(self._pieces)
+        origins, tokens, first = session.origins, session.tokens, session.request.prompt_length
+        if session.request.params.logprobs is None:
+            fresh = [Piece(texts[at], origins[at], tokens[first + at]) for at in range(start, count)]
+        else:
+            scores = session.logprobs
+            fresh = [Piece(texts[at], origins[at], tokens[first + at], scores[at]) for at in range(start, count)]
+        self._pieces += fresh
+        return tuple(fresh)
 
     def output(self) -> Output:
         """Return the finished answer. If it failed, it holds the text so far and the error."""
@@ -141,37 +161,33 @@ class Answer:
             params=request.params,
             seed=request.seed,
             rule=request.rule,
-            pieces=tuple(self._pieces()),
+            pieces=tuple(self._pieces),
             logprobs=tuple(session.logprobs) if request.params.logprobs is not None else None,
             sample=request.sample,
             error=session.error,
         )
 
     def _watch(self, token: int) -> bool:
-        self._undecoded.append(token)
-        return self._read() if self.session.request.params.stop else False
-
-    def _read(self) -> bool:
-        """Decode all new tokens to text. Return True if a stop string was completed."""
-        tokens, self._undecoded = self._undecoded, []
-        for token in tokens:
-            self._reader.append(token)
-            self._texts.append(self._reader.take())
+        """Decode a token for its stop strings. Return True if one was completed."""
+        self._texts.append(self._reader.read(token))
         return self._reader.stopped
+
+    def _decode(self, count: int) -> None:
+        """Decode tokens up to `count` in all, unless `_watch` has."""
+        if len(self._texts) < count:
+            first = self.session.request.prompt_length
+            self._texts += map(self._reader.read, self.session.tokens[first + len(self._texts) : first + count])
 
     def _finish(self) -> None:
         """Decode the rest. Text that was held back for a stop string belongs to the last token."""
-        self._read()
-        if self._texts:
-            self._texts[-1] += self._reader.finish()
-
-    def _pieces(self, start: int = 0) -> list[Piece]:
-        self._read()
-        session, request = self.session, self.session.request
-        scores = session.logprobs[start:] if request.params.logprobs is not None else repeat(None)
-        tokens = session.tokens[request.prompt_length + start :]
-        parts = zip(self._texts[start:], session.origins[start:], tokens, strict=True)
-        return [Piece(*part, logprobs) for part, logprobs in zip(parts, scores, strict=False)]
+        count = self.count
+        self._decode(count)
+        rest = self._reader.finish()
+        if rest and self._texts:
+            self._texts[-1] += rest
+            if len(self._pieces) == count:
+                self._pieces[-1] = replace(self._pieces[-1], text=self._texts[-1])
+        self.take(count)
 
 
 def gather(samples: list[Output]) -> Output:

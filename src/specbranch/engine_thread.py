@@ -1,27 +1,30 @@
 """`EngineThread`: the one thread that touches a loaded LLM, and the way of a request there.
 
-Owns the thread, its inbox and the open submissions. Callers check requests in their own threads (`async_engine.py`);
-text goes back through a `Submission`. Invariant: whatever fails here, every caller learns of the end of its request,
-and no task ends the thread. A slow consumer delays nobody but itself.
+Owns the thread, its inbox and the open submissions. Callers check requests in their own threads (`async_engine.py`),
+and make text of tokens there, too: after a round the thread says by number which tokens may be taken, to all callers of
+an event loop in one message. Invariant: whatever fails here, every caller learns of the end of its request, and no task
+ends the thread. A slow consumer delays nobody but itself.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import TIMEOUT_MAX
 
-from specbranch.answer import Answer, gather
+from specbranch.answer import Answer
 from specbranch.core.scheduler import Snapshot
 from specbranch.engine import LLM
-from specbranch.errors import BadParameter, EngineFailed, RequestCancelled, SpecBranchError
-from specbranch.submission import Submission, Wish
+from specbranch.errors import BadParameter, RequestCancelled, SpecBranchError, engine_failure
+from specbranch.submission import Listener, Submission, Wish, call_listeners
 
 log = logging.getLogger("specbranch")
 
+COUNT_SECONDS = 0.02  # seconds between two snapshots while no request ends
 CHUNKS_ALONE = 8  # prefill chunks of a round in which nobody decodes; a new request, or a cancel, waits no longer
 
 
@@ -50,7 +53,8 @@ class EngineThread:
             loop.limits = replace(loop.limits, prompt_tokens_alone=CHUNKS_ALONE * loop.limits.prefill_chunk)
         self._open: list[Submission] = []  # not over yet; only the thread uses it
         self._inbox = _Inbox()
-        self.snapshot = Snapshot()  # counts of requests and tokens as of the last round
+        self.snapshot = Snapshot()  # counts of requests and tokens
+        self._counted = 0.0  # when it was taken
         self._thread = threading.Thread(target=self._serve, name="specbranch", daemon=True)
         self._thread.start()
 
@@ -100,7 +104,7 @@ class EngineThread:
             while self._turn():
                 pass
         except BaseException as error:  # of any kind: callers must not wait for ever
-            reason = _failure(error)
+            reason = engine_failure(error)
         finally:
             self._end(reason)
 
@@ -119,9 +123,7 @@ class EngineThread:
             self._scheduler.step()
         except Exception as error:
             self._fail(error)
-        self._take_snapshot()  # before the delivery: a caller whose request has ended finds it counted
-        for submission in list(self._open):
-            self._deliver_or_fail(submission)
+        self._deliver()
         return True
 
     def _wait(self) -> list[Callable[[], None]]:
@@ -146,7 +148,7 @@ class EngineThread:
                 ticket = self._llm.core.enqueue(answer, wish.options.priority, wish.options.timeout)
                 submission.tickets.append(ticket)
         except Exception as error:  # it concerns this request alone
-            self._end_request(submission, error if isinstance(error, SpecBranchError) else _failure(error))
+            self._end_request(submission, error if isinstance(error, SpecBranchError) else engine_failure(error))
 
     def _answers(self, wish: Wish) -> list[Answer]:
         """Make the unfinished answers of a request."""
@@ -157,26 +159,23 @@ class EngineThread:
         samples = core.make_samples(wish.prompt, wish.params, decoding)
         return samples if wish.sample is None else [samples[wish.sample]]
 
-    def _deliver(self, submission: Submission) -> None:
-        """Hand new text to a caller. Pause a stream whose consumer is too far behind."""
-        answers = submission.answers
-        over = all(answer.session.finished for answer in answers)
-        if submission.wish.streams:
-            chunk = answers[0].chunk()
-            if (chunk.pieces or over) and submission.deliver(chunk.pieces, chunk.output) > self._buffer and not over:
+    def _deliver(self) -> None:
+        """Tell callers which tokens they may take, in one message for each event loop. Pause streams whose consumer is
+        too far behind."""
+        news = [(submission, *found) for submission in self._open if (found := submission.look()) is not None]
+        ends = any(ended for _, _, ended in news)
+        if ends or not self._scheduler.busy or time.monotonic() > self._counted + COUNT_SECONDS:
+            self._take_snapshot()  # before the delivery: a caller whose request has ended finds it counted
+        listeners: list[Listener] = []
+        for submission, count, ended in news:
+            listeners += submission.deliver(count, ended, buffer=self._buffer)
+            if submission.paused:
                 self._set_paused(submission, True)
-        elif over:
-            submission.deliver((), gather([answer.output() for answer in answers]))
-        if over:
-            self._open.remove(submission)
+        call_listeners(listeners)
+        if ends:
+            over = {submission for submission, _, ended in news if ended}
+            self._open = [submission for submission in self._open if submission not in over]
             _run_guarded(self._llm.core.experiences.write)
-
-    def _deliver_or_fail(self, submission: Submission) -> None:
-        try:
-            self._deliver(submission)
-        except Exception as error:  # it concerns this request alone
-            log.error("The text of a request could not be made; others go on.", exc_info=error)
-            self._end_request(submission, _failure(error))
 
     def _set_paused(self, submission: Submission, paused: bool) -> None:
         submission.paused = paused
@@ -189,13 +188,13 @@ class EngineThread:
             _run_guarded(partial(self._scheduler.cancel, ticket))  # even if this fails, the caller learns of the end
         if submission in self._open:
             self._open.remove(submission)
-        submission.deliver((), error=error)
+        call_listeners(submission.deliver(0, error=error))
 
     def _take_snapshot(self) -> None:
         """Store the counts of requests and tokens for other threads to read."""
 
         def take() -> None:
-            self.snapshot = self._scheduler.snapshot()
+            self.snapshot, self._counted = self._scheduler.snapshot(), time.monotonic()
 
         _run_guarded(take)
 
@@ -206,7 +205,7 @@ class EngineThread:
         struck = [ticket for ticket in tickets if ticket.state == "live"] or tickets
         for ticket in struck:
             if not ticket.session.finished:
-                ticket.session.fail(_failure(error))
+                ticket.session.fail(engine_failure(error))
             _run_guarded(partial(self._scheduler.cancel, ticket))  # a failed model may fail again at freeing
 
     def _end(self, reason: SpecBranchError) -> None:
@@ -228,8 +227,3 @@ def _run_guarded(task: Callable[[], object]) -> None:
         task()
     except BaseException as error:
         log.error("A task failed in the engine's thread, which goes on.", exc_info=error)
-
-
-def _failure(error: BaseException) -> EngineFailed:
-    said = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return EngineFailed(f"The engine failed while it was at work ({said}). Send the request again.")

@@ -66,6 +66,12 @@ def not_finite(model: str) -> ModelError:
     )
 
 
+def engine_failure(error: BaseException) -> EngineFailed:
+    """Build the error of a request that a mistake of the engine ended."""
+    said = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return EngineFailed(f"The engine failed while it was at work ({said}). Send the request again.")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest known name, or an empty string."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -119,9 +119,14 @@ def texts(reply: list[dict[str, Any]]) -> dict[int, str]:
 class Visitor:
     """A client that goes away when it likes."""
 
-    def __init__(self, url: str, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, url: str, path: str, body: dict[str, Any], small: bool = False) -> None:
+        """`small`: the system takes few bytes for it while it does not read."""
         host, port = url.removeprefix("http://").split(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=WAIT)
+        self._socket = socket.socket()
+        if small:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._socket.settimeout(WAIT)
+        self._socket.connect((host, int(port)))
         sent = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}"
         self._socket.sendall(head.encode() + b"\r\n\r\n" + sent)

@@ -84,6 +84,9 @@ class CountingDecoder:
         self.byte_ids = tokenizer.byte_ids
         self._tokenizer = tokenizer
 
+    def token_bytes(self, skip_special: bool = True) -> None:
+        """None: all text is decoded here."""
+
     def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
         return self._tokenizer.is_silent(token_id, skip_special)
 

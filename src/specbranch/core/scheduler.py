@@ -208,9 +208,15 @@ class Scheduler:
 
     def _expire(self) -> None:
         """End requests past their deadline, with the tokens they have."""
-        for ticket in [ticket for ticket in self._timed if self._left(ticket) <= 0.0]:
-            ticket.session.fail(_too_late(ticket))
-            self._end(ticket)
+        if not self._timed:
+            return
+        now = self.loop.executor.now()
+        # every round looks at every deadline: a call for each would cost more than the look
+        due = [one for one in self._timed if one.paused or (one.deadline is not None and one.deadline <= now)]
+        for ticket in due:
+            if self._left(ticket) <= 0.0:
+                ticket.session.fail(_too_late(ticket))
+                self._end(ticket)
 
     def _left(self, ticket: Ticket) -> float:
         if ticket.deadline is None:

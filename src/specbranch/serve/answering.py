@@ -1,17 +1,15 @@
 """A request's way through the engine: admitted, submitted, answered whole or as a stream.
 
-Owns the submissions of one request. It does not own what an answer looks like: its `Form` does. Invariant: however a
-request ends, its submissions are cancelled and it is counted out. A stream has the text of the whole answer.
+Owns the submissions of one request. It does not own what an answer looks like (its `Form` does), nor a stream's events
+(`answer_events.py`). Invariant: however a request ends, its submissions are cancelled and it is counted out.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -20,20 +18,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specbranch import __version__
-from specbranch.answer import Chunk, Output, Piece
+from specbranch.answer import Output, Piece
 from specbranch.async_engine import RequestOptions, Submission
 from specbranch.config import SamplingParams
 from specbranch.core.orders import TokenLogprobs
-from specbranch.errors import DeadlinePassed, SpecBranchError
-from specbranch.serve.errors import of_engine
-from specbranch.serve.events import DONE, GONE, ClientGone, EventStream, event, unless_gone
+from specbranch.errors import DeadlinePassed
+from specbranch.serve.answer_events import AnswerEvents, New
+from specbranch.serve.events import GONE, ClientGone, PushedEvents, unless_gone
 from specbranch.serve.limits import Admitted
 from specbranch.serve.notes import RequestNote, note_of
 from specbranch.serve.protocol import Envelope, Reason, StreamOptions, Usage
 from specbranch.serve.serving import Serving, serving_of
-from specbranch.serve.usage import answer_metrics, usage, usage_so_far
+from specbranch.serve.usage import answer_metrics, usage
 
-log = logging.getLogger("specbranch.serve")
 LEAST_SECONDS = 1e-3  # the least deadline: a request that is late already gets its error from the engine
 PromptScores = list[tuple[TokenLogprobs, ...]]  # of each prompt
 
@@ -65,8 +62,13 @@ class Form(Protocol):
         """Return what a stream starts with, before any text; None for nothing."""
         ...
 
-    def part(self, index: int, pieces: Sequence[Piece]) -> BaseModel | None:
-        """Return new text as a choice; None if there is nothing to send."""
+    def news(self, index: int, pieces: Sequence[Piece]) -> New | None:
+        """Return new tokens as text, with their log-probabilities if they were requested; None if there is nothing to
+        send."""
+        ...
+
+    def part(self, index: int, new: New) -> BaseModel:
+        """Return new text as a choice."""
         ...
 
     def end(self, index: int, reason: Reason) -> BaseModel:
@@ -111,7 +113,7 @@ async def _started(serving: Serving, note: RequestNote, admitted: Admitted, with
     try:
         answering.submit()
         if prepared.stream is not None:
-            return EventStream(answering.events(*await answering.begin()), answering.close)
+            return PushedEvents(await AnswerEvents.begun(answering), answering.close)
         response = await answering.whole()
     except BaseException:
         answering.close()
@@ -134,8 +136,7 @@ class Answering:
     created: int = field(default_factory=lambda: int(time.time()))
     submissions: list[Submission] = field(default_factory=list)
     outputs: dict[int, Output] = field(default_factory=dict)
-    said: int = 0  # tokens so far
-    heard: dict[int, float] = field(default_factory=dict)  # the time of each answer's latest chunk
+    said: int = 0  # tokens of a stream so far
 
     def submit(self) -> None:
         """Send everything to the engine."""
@@ -161,64 +162,21 @@ class Answering:
 
     async def whole(self) -> Response:
         """Return the whole answer."""
-        scores = await self._scores()
+        scores = await self.scores()
         for index, submission in enumerate(self.submissions):
-            self._note(index, await submission.output())
+            self.finish(index, await submission.output())
         choices = [self.form.whole(index, self.outputs.get(index), scores) for index in range(self.prepared.choices)]
-        answer = self._envelope(choices, self.form.name, usage=self._usage(), metrics=answer_metrics(self.outputs))
+        answer = self.envelope(choices, self.form.name, usage=self.usage(), metrics=answer_metrics(self.outputs))
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
-    async def begin(self) -> tuple[PromptScores, list[tuple[int, Chunk]], AsyncIterator[tuple[int, Chunk]]]:
-        """Wait for the first chunk. Until then, an error still becomes an HTTP status."""
-        scores, chunks = await self._scores(), merged(self.submissions)
-        first = [await anext(chunks)] if self.submissions else []
-        for _, chunk in first:
-            if chunk.output is not None and chunk.output.error is not None and not chunk.pieces:
-                raise chunk.output.error
-        return scores, first, chunks
-
-    async def events(
-        self, scores: PromptScores, first: list[tuple[int, Chunk]], rest: AsyncIterator[tuple[int, Chunk]]
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield all events of a stream."""
-        for index in range(self.prepared.choices):
-            if (opening := self.form.opening(index, scores)) is not None:
-                yield self._event(opening)
-        try:
-            async for index, chunk in _chained(first, rest):
-                for choice in self._choices(index, chunk):
-                    yield self._event(choice)
-            for index in range(0 if self.submissions else self.prepared.choices):
-                yield self._event(self.form.end(index, "length"))
-            if self.prepared.stream and self.prepared.stream.include_usage:
-                yield event(self._last())
-        except Exception as error:  # too late for a status: it is sent already
-            if not isinstance(error, SpecBranchError):
-                log.error("A stream failed by a mistake of the program.", exc_info=error)
-            yield event(json.dumps(of_engine(error).body()))
-        yield DONE
-
-    def _choices(self, index: int, chunk: Chunk) -> list[BaseModel]:
-        """Return a chunk of the engine as choices for the client."""
-        self.said += len(chunk.pieces)
-        now = time.monotonic()
-        if index in self.heard:
-            self.serving.metrics.chunk(now - self.heard[index])
-        self.heard[index] = now
-        part = self.form.part(index, chunk.pieces) if chunk.pieces else None
-        choices = [] if part is None else [part]
-        if chunk.output is None:
-            return choices
-        self._note(index, chunk.output)
-        return [*choices, self.form.end(index, reason_of(chunk.output))]
-
-    def _note(self, index: int, output: Output) -> None:
+    def finish(self, index: int, output: Output) -> None:
+        """Count a finished answer; raise the error that ended it, if one did."""
         if output.error is not None:
             raise output.error
         self.outputs[index] = output
         self.serving.metrics.finished(output)
 
-    async def _scores(self) -> PromptScores:
+    async def scores(self) -> PromptScores:
         """Return the log-probabilities of the prompts, if they were requested."""
         asked, engine = self.prepared, self.serving.engine
         if asked.scored is None:
@@ -227,24 +185,12 @@ class Answering:
         works = [engine.score(prompt, asked.scored, options) for prompt in asked.prompts]
         return list(await asyncio.gather(*works))
 
-    def _event(self, choice: BaseModel) -> bytes:
-        options = self.prepared.stream or StreamOptions()
-        fields: dict[str, Any] = {}
-        if options.continuous_usage_stats:
-            fields["usage"] = usage_so_far(self.prepared.prompts, self.said)
-        elif options.include_usage:
-            fields["usage"] = None
-        return event(self._envelope([choice], f"{self.form.name}.chunk", **fields).model_dump_json(exclude_unset=True))
-
-    def _last(self) -> str:
-        """Return the event with usage and metrics."""
-        fields = {"usage": self._usage(), "metrics": answer_metrics(self.outputs)}
-        return self._envelope([], f"{self.form.name}.chunk", **fields).model_dump_json(exclude_unset=True)
-
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
+        """Return the token counts of the request."""
         return usage(self.prepared.prompts, self.outputs, self.prepared.params.n)
 
-    def _envelope(self, choices: list[BaseModel], kind: str, **fields: Any) -> Envelope:
+    def envelope(self, choices: list[BaseModel], kind: str, **fields: Any) -> Envelope:
+        """Return choices as one object, in the form's envelope."""
         return self.form.envelope(
             id=f"{self.form.prefix}-{self.id}",
             object=kind,
@@ -254,43 +200,3 @@ class Answering:
             choices=choices,
             **fields,
         )
-
-
-def reason_of(output: Output) -> Reason:
-    """Return the finish reason of an answer without an error."""
-    return "stop" if output.finish_reason == "stop" else "length"
-
-
-async def merged(submissions: Sequence[Submission]) -> AsyncIterator[tuple[int, Chunk]]:
-    """Yield the chunks of several submissions as they come, each with the number of its submission."""
-    if len(submissions) == 1:
-        async for chunk in submissions[0]:
-            yield 0, chunk
-        return
-    streams = [aiter(submission) for submission in submissions]
-    waited = {asyncio.ensure_future(_next(stream)): index for index, stream in enumerate(streams)}
-    try:
-        while waited:
-            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index, new = waited.pop(task), task.result()
-                if new is not None:
-                    waited[asyncio.ensure_future(_next(streams[index]))] = index
-                    yield index, new
-    finally:
-        for task in waited:
-            task.cancel()
-
-
-async def _next(stream: AsyncIterator[Chunk]) -> Chunk | None:
-    return await anext(stream, None)
-
-
-async def _chained(
-    first: list[tuple[int, Chunk]], rest: AsyncIterator[tuple[int, Chunk]]
-) -> AsyncIterator[tuple[int, Chunk]]:
-    for one in first:
-        yield one
-    if first:
-        async for one in rest:
-            yield one

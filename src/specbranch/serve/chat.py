@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from specbranch.answer import Output, Piece
-from specbranch.serve.answering import Prepared, PromptScores, reason_of, respond
+from specbranch.serve.answer_events import New, reason_of
+from specbranch.serve.answering import Prepared, PromptScores, respond
 from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.events import STREAMED
 from specbranch.serve.prompts import chat_ids, check_length, deadline, prepared
@@ -55,12 +57,14 @@ class ChatForm:
         """Return the role of the speaker."""
         return _delta(index, AssistantMessage(role="assistant", content=""))
 
-    def part(self, index: int, pieces: Sequence[Piece]) -> ChatChoice | None:
+    def news(self, index: int, pieces: Sequence[Piece]) -> New | None:
+        """Return the text of new tokens, and their log-probabilities."""
+        text, logprobs = "".join([piece.text for piece in pieces]), self._logprobs(pieces)
+        return New(text, logprobs) if text or logprobs is not None else None
+
+    def part(self, index: int, new: New) -> ChatChoice:
         """Return new text."""
-        text, logprobs = "".join(piece.text for piece in pieces), self._logprobs(pieces)
-        if not text and logprobs is None:
-            return None
-        return _delta(index, AssistantMessage(content=text), logprobs)
+        return _delta(index, AssistantMessage(content=new.text), new.logprobs)
 
     def end(self, index: int, reason: Reason) -> ChatChoice:
         """Return the finish reason."""
@@ -87,5 +91,5 @@ class ChatForm:
         return ChatLogprobs(content=scores, refusal=None)
 
 
-def _delta(index: int, said: AssistantMessage, logprobs: ChatLogprobs | None = None) -> ChatChoice:
-    return ChatChoice(index=index, delta=said, logprobs=logprobs, finish_reason=None)
+def _delta(index: int, said: AssistantMessage, logprobs: BaseModel | None = None) -> ChatChoice:
+    return ChatChoice(index=index, delta=said, logprobs=cast("ChatLogprobs | None", logprobs), finish_reason=None)

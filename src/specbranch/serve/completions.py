@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specbranch.answer import Output, Piece
-from specbranch.serve.answering import Prepared, PromptScores, reason_of, respond
+from specbranch.serve.answer_events import New, reason_of
+from specbranch.serve.answering import Prepared, PromptScores, respond
 from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.errors import ApiError
 from specbranch.serve.events import STREAMED
@@ -106,8 +107,8 @@ class CompletionForm:
         logprobs = self._of_prompt(prompt, scores[at]) if scores else None
         return CompletionChoice(index=index, text=prompt.text, logprobs=logprobs, finish_reason=None)
 
-    def part(self, index: int, pieces: Sequence[Piece]) -> CompletionChoice | None:
-        """Return new text."""
+    def news(self, index: int, pieces: Sequence[Piece]) -> New | None:
+        """Return the text of new tokens, and their log-probabilities."""
         texts = [piece.text for piece in pieces]
         text, start = "".join(texts), self._characters.get(index, 0)
         self._characters[index] = start + len(text)
@@ -115,9 +116,12 @@ class CompletionForm:
         if pieces and pieces[0].logprobs is not None:
             tokens, scores = [piece.token for piece in pieces], [piece.logprobs for piece in pieces]
             logprobs = self._spelling.completion(tokens, scores, texts, start)
-        if not text and logprobs is None:
-            return None
-        return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=None)
+        return New(text, logprobs) if text or logprobs is not None else None
+
+    def part(self, index: int, new: New) -> CompletionChoice:
+        """Return new text."""
+        logprobs = cast("CompletionLogprobs | None", new.logprobs)
+        return CompletionChoice(index=index, text=new.text, logprobs=logprobs, finish_reason=None)
 
     def end(self, index: int, reason: Reason) -> CompletionChoice:
         """Return the finish reason."""
@@ -125,7 +129,9 @@ class CompletionForm:
 
     def whole(self, index: int, output: Output | None, scores: PromptScores) -> CompletionChoice:
         """Return the whole text."""
-        parts = [self.opening(index, scores), self.part(index, output.pieces) if output else None]
+        opening = self.opening(index, scores)  # first: it says where the answer starts
+        new = self.news(index, output.pieces) if output else None
+        parts = [opening, self.part(index, new) if new else None]
         there = [part for part in parts if part is not None]
         logprobs = [part.logprobs for part in there if part.logprobs is not None]
         reason: Reason = reason_of(output) if output else "length"

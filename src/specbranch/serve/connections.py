@@ -1,6 +1,7 @@
 """Connections: how many may be open, in all and from one address, and how long they may take to send a request.
 
-Owns the counts, and the clocks of clients that send too slowly or do not read. It knows nothing of requests' contents.
+Owns the counts, the clocks of clients that send too slowly or do not read, and the direct way of a stream's bytes to
+its client (`BodyWriter`). It knows nothing of requests' contents.
 Invariant: a client that sends nothing, or too slowly, is cut off. If there is no room for a new client, the connection
 that has waited longest without a whole request is closed. So a new client is refused only if all others are being
 answered.
@@ -13,11 +14,13 @@ import json
 import logging
 import resource
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from specbranch.serve.errors import ApiError
 from specbranch.serve.settings import ServerSettings
@@ -29,6 +32,7 @@ SLOWEST = 2**14  # bytes a second of a body; slower ones are cut off
 Cut = Literal["late", "unread", "crowded", "full"]  # why a connection is refused or cut off
 CUT_REASONS: tuple[Cut, ...] = get_args(Cut)
 Phase = Literal["header", "body"]
+WRITER = "specbranch.writer"  # the key of a request's `BodyWriter` in its scope
 
 
 class Connections:
@@ -96,6 +100,32 @@ class Connections:
         return True
 
 
+class BodyWriter:
+    """Writes the body of a started answer, in HTTP/1.1's chunks, without a task and without h11.
+
+    h11 has written the header before, and writes the end; in between it counts nothing.
+    """
+
+    def __init__(self, protocol: GuardedProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol, self._cycle = protocol, cycle
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the client has left."""
+        return self._cycle.disconnected or self._cycle.transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Write some bytes; if the client does not read, they wait in memory."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def waits(self, callback: Callable[[], None]) -> bool:
+        """Return True if the client reads too slowly; then `callback` is called once it has caught up."""
+        if not self._cycle.flow.write_paused:
+            return False
+        self._protocol.on_resume = callback
+        return True
+
+
 class GuardedProtocol(H11Protocol):
     """HTTP by h11, with clocks: for a header, for a body, and for an answer that nobody reads."""
 
@@ -107,6 +137,8 @@ class GuardedProtocol(H11Protocol):
         self._since, self._received = 0.0, 0
         self._clock: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
+        self.on_resume: Callable[[], None] | None = None  # called when the client reads again
+        self._served_app, self.app = self.app, self._with_writer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Let a client in, or refuse it because there is no room."""
@@ -147,6 +179,9 @@ class GuardedProtocol(H11Protocol):
         super().resume_writing()
         if self._stall is not None:
             self._stall.cancel()
+        callback, self.on_resume = self.on_resume, None
+        if callback is not None:
+            callback()
 
     def cut(self, reason: Cut, said: str, last: ApiError | None = None) -> None:
         """Close the connection. `last` is an error to send before."""
@@ -157,6 +192,12 @@ class GuardedProtocol(H11Protocol):
         else:
             self.transport.write(_written(last))
             self.transport.close()
+
+    async def _with_writer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app, with a writer in the scope of a request whose answer may come in chunks."""
+        if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+            scope[WRITER] = BodyWriter(self, self.cycle)
+        await self._served_app(scope, receive, send)
 
     def _follow(self, new: int = 0) -> None:
         """Note what the client has to send next; start its clock if that has changed. `new`: bytes already there."""

@@ -3,14 +3,19 @@
 Owns the window of tokens whose text is not final yet. Invariant: the returned texts, joined, are exactly the text of
 the whole list decoded at once. Each token is decoded a bounded number of times, also if `pending` is read often.
 
-A decoder treats the beginning of a list apart (it drops a leading space, say), so the window starts with *context*:
-tokens given out already, whose text is not empty. The new text is what the window's text has beyond the context's.
+A byte-level tokenizer's text is that of its tokens' bytes; only the bytes of an unfinished character are held back.
+Other decoders treat the beginning of a list apart (they drop a leading space, say), so the window starts with
+*context*: tokens given out already, whose text is not empty. The new text is what the window's text has beyond the
+context's.
 """
 
 from __future__ import annotations
 
+from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from specbranch.text.byte_letters import TokenBytes
 
 UNFINISHED = "\ufffd"  # what a decoder returns for bytes that are no character, or not yet one
 _LONG = 32  # tokens held back before a cut between them is searched for
@@ -24,6 +29,10 @@ class TokenDecoder(Protocol):
     @property
     def byte_ids(self) -> frozenset[int]:
         """The tokens that are decoded run by run."""
+        ...
+
+    def token_bytes(self, skip_special: bool = True) -> TokenBytes | None:
+        """Return the bytes of each token, if the text of tokens is that of their bytes; None for other decoders."""
         ...
 
     def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
@@ -45,13 +54,30 @@ class Detokenizer:
         self._given = 0  # tokens at the window's start that are context
         self._context = ""  # their text
         self._run: _ByteRun | None = None  # the run of bytes at the window's end, once `pending` was read
+        self._bytes = tokenizer.token_bytes(skip_special)  # of a byte-level tokenizer, which needs no window
+        self._rest = b""  # its bytes of an unfinished character
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Append tokens; return the text that became final."""
-        return "".join([self._append(token) for token in token_ids])
+        return "".join([self.feed_one(token) for token in token_ids])
+
+    def feed_one(self, token: int) -> str:
+        """Append one token; return the text that became final."""
+        if self._bytes is None:
+            return self._append(token)
+        new, text = self._bytes[token]
+        if text is not None and not self._rest:
+            return text
+        held = self._rest + new
+        whole, used = utf_8_decode(held, "replace", False)
+        self._rest = held[used:]
+        return whole
 
     def finish(self) -> str:
         """Return the text still held back, with U+FFFD for bytes that never became a character."""
+        if self._bytes is not None:
+            rest, self._rest = utf_8_decode(self._rest, "replace", True)[0], b""
+            return rest
         rest = self._text(self._window)[len(self._context) :]
         self._window, self._given, self._context, self._run = [], 0, "", None
         return rest

@@ -44,6 +44,16 @@ class StopStrings:
         self._read(self._detokenizer.feed((token,)))
         return self.stopped
 
+    def read(self, token: int) -> str:
+        """Append a token; return the text that became final."""
+        if not self._stops:  # then no text is held back here
+            new = self._detokenizer.feed_one(token)
+            self._settled.append(new)
+            self._taken += 1
+            return new
+        self.append(token)
+        return self.take()
+
     def take(self) -> str:
         """Return the text that became final since the last call."""
         new = "".join(self._settled[self._taken :])

@@ -22,6 +22,7 @@ from tokenizers import AddedToken
 
 from specbranch.errors import BadParameter, ModelError
 from specbranch.file_values import FileValues, read_object
+from specbranch.text.byte_letters import TokenBytes
 from specbranch.text.chat_template import ChatTemplate, Message
 from specbranch.text.conversion import TOKENIZER, convert, file_key, folder_key, kept_folder
 from specbranch.text.longest_token import TextBound, text_bound
@@ -183,6 +184,21 @@ class Tokenizer:
     def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
         """Return True if decoding skips the token as if it were not there."""
         return (skip_special and token_id in self._special_ids) or self._backend.id_to_token(token_id) is None
+
+    def token_bytes(self, skip_special: bool = True) -> TokenBytes | None:
+        """Return the bytes of each token, if the text of tokens is that of their bytes; None for other decoders."""
+        return self._token_bytes[skip_special]
+
+    @cached_property
+    def _token_bytes(self) -> dict[bool, TokenBytes | None]:
+        decoder = self._backend.decoder
+        if decoder is None or json.loads(decoder.__getstate__()).get("type") != "ByteLevel":
+            return {True: None, False: None}
+
+        def spell(token_id: int) -> str:
+            return "" if token_id in self._special_ids else self.token(token_id)
+
+        return {True: TokenBytes(spell), False: TokenBytes(self.token)}
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
