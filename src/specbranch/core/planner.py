@@ -59,6 +59,9 @@ DRIFT_FADE = 0.98
 MUTE = 8  # unanswered orders in a row after which the draft counts as gone: the text may exceed its context
 
 
+LookedUp = tuple[int, int]  # class of the match, first token behind it
+
+
 @dataclass(frozen=True, slots=True)
 class Breadth:
     """Bounds of a draft tree; within them prices and probabilities decide."""
@@ -115,6 +118,7 @@ class Planner:
         self._chances = self.insight.chances()
         self._row = 0.0  # price of one more row to verify, in tokens
         self._made_growth: Growth | None = None
+        self.looked_up: LookedUp | None = None  # what lookup would have proposed in a plain round of a lone session
 
     @property
     def _can_draft(self) -> bool:
@@ -178,11 +182,12 @@ class Planner:
     def _nothing_pays(self, uncomputed: int) -> bool:
         """True if a plan of a lone session would neither draft nor verify looked-up tokens."""
         costs = self.costs
+        words, tokens = self._ngrams.find(LOOKED) if self._ngrams else (0, ())
+        self.looked_up = (match_class(words), tokens[0]) if tokens else None
         if not costs.knows_target or (self._can_draft and not costs.knows_draft):
             return False
         if costs.plain_due:
             return True
-        words, tokens = self._ngrams.find(LOOKED) if self._ngrams else (0, ())
         chance = self._chances.looked[look_class(match_class(words), NOT_SCORED)] if tokens else 0.0
         if chance > self._rate * (self._target_seconds(2) - self._target_seconds(1)):
             return False
@@ -480,6 +485,14 @@ class Planner:
                 hit = any(node.token == true_token and node.rank == 0 and node.said > 0.0 for node in children)
                 self.insight.learn("hits", 0, hit)
         self._chances = self.insight.chances(self._drift, self._look_drift)
+
+    def record_plain(self, looked_up: LookedUp | None, token: int) -> None:
+        """Learn from a plain round how good lookup is, at no cost: the target chose `token`."""
+        if self._learns and looked_up is not None:
+            look, proposed = looked_up
+            chance = self._chances.looked[look_class(look, NOT_SCORED)]
+            self._record_candidate(Node(proposed, ROOT, chance, chance, 1, 1, 0.0, look), False, proposed == token)
+            self._chances = self.insight.chances(self._drift, self._look_drift)
 
     def _record_looked(self, tree: Tree, path: list[int]) -> None:
         """Learn how many tokens lookup alone would have brought in this round."""

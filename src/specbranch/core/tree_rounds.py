@@ -120,8 +120,10 @@ def _plain_round(session: Session, planner: Planner, deferred: Deferred) -> Tree
     planned = ArmRound(NO_TREE, [], session.batch_size, len(session.tokens), session.batch_size)
     orders = Orders(verify=verify, deferred=deferred, planned=planned)
     deferred.add(planner.expect, planned)
+    looked_up = planner.looked_up
     reports = yield orders
     deferred.run()
+    deferred.add(planner.record_plain, looked_up, verdict_of(reports).token)
     return _absorb(session, planner, NO_TREE, [], orders, reports, deferred), planned
 
 
