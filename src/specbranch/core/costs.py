@@ -253,7 +253,7 @@ class MeasuredCosts:
         if not known:
             return 0.0 if kind == "plain" else PLANNING_SECONDS * sessions
         nearest = min(known, key=lambda at: abs(at - size))
-        found = self.hosts[kind, nearest].median
+        found = self.factor * self.hosts[kind, nearest].median
         return found if kind == "plain" else found * 2.0 ** (size - nearest)
 
     @property
@@ -347,7 +347,7 @@ class MeasuredCosts:
             return
         if self._ended is not None:
             gap = max(min(span.start for span in spans) - self._ended, 0.0)
-            self.hosts.setdefault((kind, sessions.bit_length()), Recent()).add(gap)
+            self.hosts.setdefault((kind, sessions.bit_length()), Recent()).add(gap / self.factor)
         self._ended = max(span.end for span in spans)
 
 

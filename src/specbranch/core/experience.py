@@ -11,6 +11,7 @@ from typing import Literal
 
 from specbranch.core.arms import Arms
 from specbranch.core.costs import Costs, MeasuredCosts
+from specbranch.core.draft_gain import Kinds
 from specbranch.core.goodput import Goodput
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.trees import Chances, shifted
@@ -124,6 +125,20 @@ class Insight:
     def covered(self) -> float:
         """The probability that the target's token is among the candidates."""
         return self.cover.true[0] / self.cover.seen[0]
+
+    def kinds(self, chances: Chances, drift: float) -> tuple[Kinds, Kinds]:
+        """Return the draft's candidates by class: how many a position has, and how often they are right.
+
+        What few positions have shown yet counts as one more class, with the shares of all positions.
+        """
+        met = [max(seen - self.first.trust, 0.0) for seen in self.first.seen]
+        others = [max(seen - self.other.trust, 0.0) for seen in self.other.seen]
+        total = sum(met) + self.first.trust
+        hits, rest = self.hits.shares()[0], max(self.covered - self.hits.shares()[0], 0.0)
+        return (
+            Kinds([one / total for one in (*met, self.first.trust)], (*chances.first, shifted(hits, drift))),
+            Kinds([one / total for one in (*others, 2*self.first.trust)], (*chances.other, rest/2)),
+        )
 
     def promise(self, price: float) -> float:
         """Return the candidates' expected tokens beyond the price of their rows, as a share of those at a price of

@@ -8,11 +8,14 @@ depends on committed tokens, past verdicts, measured times, and what the draft p
 
 from __future__ import annotations
 
+import math
+
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, takewhile
 
 from specbranch.core.arms import Arm, ArmRound
+from specbranch.core.draft_gain import draft_gain
 from specbranch.core.experience import Experience, Pace
 from specbranch.core.goodput import Way
 from specbranch.core.lookup import Ngrams
@@ -39,8 +42,11 @@ SPARED = 0.7
 # Share of the gain of all draft steps during a verify that the first step brings. The planner compares the first step
 # with this share of what launching ahead would save: drafting during a verify rules that out.
 AT_FIRST = 0.5
+GAIN_DEPTH = 8
+import os
+MIX=float(os.environ.get('MIX','0.0'))
 LOOKED = 15  # tokens that lookup proposes behind a match, at most
-BEYOND_PACE = 0.05  # weight of a round in what drafts bring beyond what their first step promises
+BEYOND_PACE = float(__import__('os').environ.get('BP','0.05'))  # weight of a round in what drafts bring beyond what their first step promises
 BEYOND_KEPT = 0.99  # of that, after a round without a draft
 MOST_BEYOND = 4.0  # tokens: a round counts at most that much
 LOOKED_PACE = 0.05  # weight of a round in the mean number of tokens that lookup brings
@@ -51,6 +57,9 @@ LIGHT = 1.25  # … unless a step costs at most this many times the price of a s
 # Weight of the present rate (tokens a second) in the price of the draft's first step; the rate of plain decoding has
 # the rest. The first step may cost less because further steps depend on it.
 FIRST = 0.5
+GAIN_DEPTH = 8
+import os
+MIX=float(os.environ.get('MIX','0.0'))
 PLANNED_ROWS = 16  # rows that one verify of a session may have, the root's included
 # Within a request: how fast acceptance follows the text (log-odds for each wrong expectation), and how much of that
 # stays after a token.
@@ -112,7 +121,9 @@ class Planner:
         self._last_rows = 0  # rows of the last verify, those of all sessions
         self._pace = Pace()
         self._drift = self._look_drift = 0.0
+        self._gain: tuple[tuple[int, ...], float] = ((), 0.0)
         self._promised: float | None = None  # tokens beyond its price that the first draft step of this round promised
+        self._expected=0.0
         self._accepted = 0  # drafted tokens that the target accepted in this round
         self._probed = 0.0  # seconds that a probe of this round was expected to take
         self._chances = self.insight.chances()
@@ -145,7 +156,7 @@ class Planner:
         """Learn from a whole round: its goodput in a batch; of a lone session, what drafting brought."""
         if self._promised is not None:
             plain = self._target_seconds(1) + self.costs.gap("plain")
-            brought = self._accepted - self._rate * (seconds - plain)
+            brought = MIX * self._accepted + (1.0 - MIX) * self._expected - self._rate * (seconds - plain)
             beyond = min(max(brought - self._promised, -MOST_BEYOND), MOST_BEYOND)
             self.insight.beyond += BEYOND_PACE * (beyond - self.insight.beyond)
         elif batch_size == 1:
@@ -302,13 +313,20 @@ class Planner:
 
         `gain`: the probability that lookup has not found the target's token already.
         """
-        plain_rate = 1.0 / self._target_seconds(self._batch_size)
-        first_rate = FIRST * self._rate + (1.0 - FIRST) * plain_rate
-        # Candidates count by what they bring beyond the price of their rows.
-        gain *= self.insight.covered * self.insight.promise(self._row)
+        gain *= self._draft_gain()
         if self._batch_size == 1:
             gain = max(gain + self.insight.beyond, 0.0)
-        return self._lane_offer([gain], max(uncomputed, 1), first_rate)
+        return self._lane_offer([gain], max(uncomputed, 1), self._rate)
+
+    def _draft_gain(self) -> float:
+        at = self.insight.observations // 8, self._batch_size, round(20.0*math.log(self._rate)), round(4*self._drift)
+        if self._gain[0] != at:
+            n = self._batch_size
+            times = [self._target_seconds(n * (1 + depth)) for depth in range(GAIN_DEPTH + 1)]
+            rows = [max(self._rate * (b - a), 0.0) for a, b in pairwise(times)]
+            step = self._rate * self.costs.draft_seconds(n, self._context)
+            self._gain = at, draft_gain(*self.insight.kinds(self._chances, self._drift), step, rows)
+        return self._gain[1]
 
     def _lane_offer(self, gains: list[float], uncomputed: int, first_rate: float) -> LaneOffer:
         return LaneOffer(
@@ -462,9 +480,10 @@ class Planner:
         costs, sessions = self.costs, planned.sessions
         return costs.draft_setup + sum([costs.draft_seconds(rows * sessions, planned.context) for rows in steps])
 
-    def accept(self, tree: Tree, path: list[int]) -> None:
+    def accept(self, tree: Tree, path: list[int], verified: list[int]) -> None:
         """Note which tokens the target has accepted in this round."""
         self._accepted = sum(not tree.nodes[n].look for n in path)
+        self._expected = sum(tree.nodes[n].reach for n in verified if not tree.nodes[n].look)
 
     def record_verdict(self, tree: Tree, path: list[int], token: int) -> None:
         """Learn how good candidates are: the target accepted the nodes of `path`, then chose `token`."""

@@ -175,7 +175,7 @@ def _absorb(
     ended_on_path = taken <= len(path)  # the request ended before the bonus token
     last_token = tree.nodes[path[taken - 1]].token if ended_on_path else verdict.token
     session.stats.end_round()
-    planner.accept(tree, path[: taken - 1])  # what lies beyond the end of the request does not count
+    planner.accept(tree, path[: taken - 1], verified)  # what lies beyond the end of the request does not count
     if len(tree):
         deferred.add(session.stats.judge_tree, tree, verified, path, bonus, taken)
         deferred.add(planner.record_verdict, tree, path[: taken - 1], last_token)
