@@ -183,11 +183,13 @@ class Pace:
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
+        self._at_first = AT_FIRST_TOKENS  # tokens that the initial estimate still counts as
 
     def add(self, tokens: int, seconds: float) -> None:
         """Take in a run of the executor."""
         if self._tokens > LATELY:
             self._tokens, self._seconds = 0.5 * self._tokens, 0.5 * self._seconds
+            self._at_first *= 0.5
         self._tokens += tokens
         self._seconds += seconds
 
@@ -196,7 +198,7 @@ class Pace:
 
         The initial estimate is half as many tokens again as plain decoding.
         """
-        found = (AT_FIRST_TOKENS * 1.5 + self._tokens) / max(AT_FIRST_TOKENS * plain + self._seconds, 1e-12)
+        found = (self._at_first * 1.5 + self._tokens) / max(self._at_first * plain + self._seconds, 1e-12)
         return max(found, 1.0 / max(plain, 1e-12))
 
 
