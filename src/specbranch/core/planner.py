@@ -15,6 +15,7 @@ from functools import partial
 from itertools import pairwise, takewhile
 
 from specbranch.core.arms import Arm, ArmRound
+from specbranch.core.drift import Drift
 from specbranch.core.draft_gain import draft_gain
 from specbranch.core.experience import Experience, Pace
 from specbranch.core.goodput import Way
@@ -120,6 +121,7 @@ class Planner:
         self._rate = 0.0  # tokens a second of this session
         self._last_rows = 0  # rows of the last verify, those of all sessions
         self._pace = Pace()
+        self._drifts = Drift(), Drift()  # of drafted and of looked-up tokens
         self._drift = self._look_drift = 0.0
         self._gain: tuple[tuple[int, ...], float] = ((), 0.0)
         self._promised: float | None = None  # tokens beyond its price that the first draft step of this round promised
@@ -492,6 +494,8 @@ class Planner:
         self._record_looked(tree, path)
         if not len(tree):
             return
+        for drift in self._drifts:
+            drift.pass_tokens(1 + len(path))
         truth = [*(tree.nodes[n].token for n in path), token]
         for parent, true_token in zip((ROOT, *path), truth, strict=True):
             children = [tree.nodes[n] for n in tree.children(parent)]
@@ -503,15 +507,23 @@ class Planner:
                 self.insight.learn("cover", 0, covered)  # 0: the only class of this tally
                 hit = any(node.token == true_token and node.rank == 0 and node.said > 0.0 for node in children)
                 self.insight.learn("hits", 0, hit)
-        self._chances = self.insight.chances(self._drift, self._look_drift)
+        self._update_chances()
+
+    def _update_chances(self) -> None:
+        insight = self.insight
+        self._drift = self._drifts[0].against(insight.first.shares())
+        self._look_drift = self._drifts[1].against(insight.looked.shares())
+        self._chances = insight.chances(self._drift, self._look_drift)
 
     def record_plain(self, looked_up: LookedUp | None, token: int) -> None:
         """Learn from a plain round how good lookup is, at no cost: the target chose `token`."""
+        for drift in self._drifts:
+            drift.pass_tokens(1)
         if self._learns and looked_up is not None:
             look, proposed = looked_up
             chance = self._chances.looked[look_class(look, NOT_SCORED)]
             self._record_candidate(Node(proposed, ROOT, chance, chance, 1, 1, 0.0, look), False, proposed == token)
-            self._chances = self.insight.chances(self._drift, self._look_drift)
+            self._update_chances()
 
     def _record_looked(self, tree: Tree, path: list[int]) -> None:
         """Learn how many tokens lookup alone would have brought in this round."""
@@ -522,8 +534,8 @@ class Planner:
         """Learn from one candidate, by the draft's probability and by the class of its lookup."""
         insight, from_draft = self.insight, node.said > 0.0
         if from_draft:
-            if not node.rank:
-                self._drift = DRIFT_FADE * self._drift + DRIFT_PACE * (right - node.chance)
+            if not node.rank and not node.look:
+                self._drifts[0].observe(class_of(node.said), right)
             insight.learn("other" if node.rank else "first", class_of(node.said), right)
         if not node.look:
             return
@@ -531,7 +543,7 @@ class Planner:
         if from_draft:
             insight.learn("shift", at, right - node.chance)  # the error of the probability that was expected
         else:
-            self._look_drift = DRIFT_FADE * self._look_drift + DRIFT_PACE * (right - node.chance)
+            self._drifts[1].observe(at, right)
             insight.learn("looked", at, right)
 
 
