@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import log
 
 DRIFT_KEPT = float(os.environ.get("DK", "0.98"))  # part of the counts that stays after a token
-BY_CHANCE = float(os.environ.get("DC", "2.0"))  # squared standard deviations that are taken off
+BY_CHANCE = float(os.environ.get("DC", "4.0"))  # squared standard deviations that are taken off
 USUALLY = 2.0  # candidates, right as often as usual, that are counted in addition
 
 

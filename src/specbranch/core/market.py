@@ -52,6 +52,7 @@ class LaneOffer:
     first_rate: float  # the same for pricing the first step, which may cost less because others depend on it
     costs: Costs
     context: float
+    once: float = ONCE  # share of the seconds for more uncomputed tokens than usual that the first step has to pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def _seconds(offer: LaneOffer, rows: int, whole: int, others: int) -> float:
     """Return the seconds that a first step adds to the `others`'. Prefill beyond the usual is paid over many steps."""
     costs, context = offer.costs, offer.context
     usual = costs.draft_seconds(rows, context)
-    once = ONCE * (costs.draft_seconds(whole, context) - usual) if whole > rows else 0.0
+    once = offer.once * (costs.draft_seconds(whole, context) - usual) if whole > rows else 0.0
     if others:
         return usual + once - costs.draft_seconds(others, context)
     return usual + once + costs.draft_setup + costs.draft_host

@@ -20,7 +20,7 @@ from specbranch.core.draft_gain import draft_gain
 from specbranch.core.experience import Experience, Pace
 from specbranch.core.goodput import Way
 from specbranch.core.lookup import Ngrams
-from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, pays_alone, profit_price, step_prices
+from specbranch.core.market import ONCE, LaneGrant, LaneOffer, RowGrant, RowOffer, pays_alone, profit_price, step_prices
 from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, likeliest_nodes
 from specbranch.core.slots import ROOT
@@ -44,6 +44,7 @@ SPARED = 0.7
 # with this share of what launching ahead would save: drafting during a verify rules that out.
 AT_FIRST = 0.5
 GAIN_DEPTH = 8
+CATCH_UP_TOKENS = float(__import__('os').environ.get('CU','4'))
 import os
 MIX=float(os.environ.get('MIX','0.0'))
 LOOKED = 15  # tokens that lookup proposes behind a match, at most
@@ -59,6 +60,7 @@ LIGHT = 1.25  # … unless a step costs at most this many times the price of a s
 # the rest. The first step may cost less because further steps depend on it.
 FIRST = 0.5
 GAIN_DEPTH = 8
+CATCH_UP_TOKENS = float(__import__('os').environ.get('CU','4'))
 import os
 MIX=float(os.environ.get('MIX','0.0'))
 PLANNED_ROWS = 16  # rows that one verify of a session may have, the root's included
@@ -118,6 +120,7 @@ class Planner:
         self._context, self._batch_size = 0, 1  # tokens before this round, sessions in it
         self._slowdown = 1.0  # seconds of a plain round in this batch, by those of a lone session's
         self._seconds: dict[int, float] = {}  # of a target forward by its rows, since this round began
+        self._room = 1_000_000
         self._rate = 0.0  # tokens a second of this session
         self._last_rows = 0  # rows of the last verify, those of all sessions
         self._pace = Pace()
@@ -142,11 +145,12 @@ class Planner:
         """True if the draft can be asked, and the cost of that is known."""
         return self._can_draft and self.costs.knows_target and self.costs.knows_draft
 
-    def choose(self, context: int, batch_size: int, tree: Tree, uncomputed: int) -> Way:
+    def choose(self, context: int, batch_size: int, tree: Tree, uncomputed: int, room: int) -> Way:
         """Choose how to decode the next round, after `context` tokens; a planned one starts with that.
 
         In a batch the choice goes by goodput. A lone session plans unless a plan would do nothing.
         """
+        self._room = room
         if batch_size > 1 and not self.costs.prices_all:
             way = self.experience.goodput.choose(batch_size, partial(self._expected_rates, batch_size))
             if way == "plain":
@@ -338,6 +342,7 @@ class Planner:
             first_rate=first_rate,
             costs=self.costs,
             context=self._context,
+            once=min(max(ONCE, CATCH_UP_TOKENS / max(self._room,1)), 1.0),
         )
 
     def plan_draft_before_verify(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:

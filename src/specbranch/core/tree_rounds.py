@@ -40,7 +40,7 @@ def _decode(session: Session, planner: Planner, deferred: Deferred) -> MethodRou
     tree = NO_TREE
     while not session.finished:
         batch_size, last_end, emitted = session.batch_size, session.now, session.stats.emitted
-        way = planner.choose(len(session.tokens), batch_size, tree, session.unsent)
+        way = planner.choose(len(session.tokens), batch_size, tree, session.unsent, session.room)
         if way == "plain" and tree is not NO_TREE:
             deferred.add(session.stats.abandon_tree, tree)  # a plain round keeps no tree
             tree = NO_TREE
