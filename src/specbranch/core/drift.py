@@ -1,17 +1,16 @@
 """How far the acceptance of the present text is from what is usual, in log-odds.
 
 Owns the counts of the latest tokens of a text. Does not own acceptance rates (`experience.py`) or which candidates are
-judged (`planner.py`). Invariant: as long as the difference may be chance, the drift is 0.
+judged (`learning.py`). Invariant: as long as the difference may be chance, the drift is 0.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from math import log
 
-DRIFT_KEPT = float(os.environ.get("DK", "0.98"))  # part of the counts that stays after a token
-BY_CHANCE = float(os.environ.get("DC", "4.0"))  # squared standard deviations that are taken off
+DRIFT_KEPT = 0.96  # part of the counts that stays after a token
+BY_CHANCE = 4.0  # squared standard deviations that are taken off
 USUALLY = 2.0  # candidates, right as often as usual, that are counted in addition
 
 

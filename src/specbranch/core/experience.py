@@ -109,7 +109,6 @@ class Insight:
     looked_tokens: float = 0.3  # of lookup in a round, lately
     beyond: float = 0.0  # tokens that a draft brought beyond what its first step promised, lately
     observations: int = 0  # how many were taken in
-    _promise: tuple[tuple[int, float], float] = ((-1, 0.0), 0.0)  # the last one that was computed
     news: list[News] | None = None  # what was learned since the last save; None: nothing is saved
 
     def chances(self, drift: float = 0.0, look_drift: float = 0.0) -> Chances:
@@ -129,7 +128,8 @@ class Insight:
     def kinds(self, chances: Chances, drift: float) -> tuple[Kinds, Kinds]:
         """Return the draft's candidates by class: how many a position has, and how often they are right.
 
-        What few positions have shown yet counts as one more class, with the shares of all positions.
+        Until many positions are known, one more class stands for the unknown ones, with the shares of all positions:
+        a first candidate, and two others that share the rest of what is covered.
         """
         met = [max(seen - self.first.trust, 0.0) for seen in self.first.seen]
         others = [max(seen - self.other.trust, 0.0) for seen in self.other.seen]
@@ -137,26 +137,8 @@ class Insight:
         hits, rest = self.hits.shares()[0], max(self.covered - self.hits.shares()[0], 0.0)
         return (
             Kinds([one / total for one in (*met, self.first.trust)], (*chances.first, shifted(hits, drift))),
-            Kinds([one / total for one in (*others, 2*self.first.trust)], (*chances.other, rest/2)),
+            Kinds([one / total for one in (*others, 2.0 * self.first.trust)], (*chances.other, 0.5 * rest)),
         )
-
-    def promise(self, price: float) -> float:
-        """Return the candidates' expected tokens beyond the price of their rows, as a share of those at a price of
-        0."""
-        at = self.observations, round(price, 2)
-        if self._promise[0] != at:
-            self._promise = at, self._promised(price)
-        return self._promise[1]
-
-    def _promised(self, price: float) -> float:
-        found = free = 0.0
-        for tally in (self.first, self.other):
-            for true, seen in zip(tally.true, tally.seen, strict=True):
-                share, met = true / seen, max(seen - tally.trust, 0.0) + 1.0
-                free += met * share
-                if share > price:
-                    found += met * (share - price)
-        return found / free
 
     def learn(self, of: Learned, at: int, value: float) -> None:
         """Learn an observation, and note it as news for the next save."""
