@@ -274,7 +274,7 @@ def test_what_one_request_has_shown_the_next_one_need_not_find_out() -> None:
         bad, experience = Scripted.of(fresh(60), 0.02, seed, [NEVER]), Experience(cheap := replace(TEN, overlap=False))
         first, *later = [play(bad, AUTO, cheap, experience).stats for _ in range(4)]
         for stats in later:
-            assert stats.decode_seconds < 0.98 * first.decode_seconds and stats.draft_busy < 0.5 * first.draft_busy
+            assert stats.decode_seconds < 0.98 * first.decode_seconds and stats.draft_busy < 0.75 * first.draft_busy
 
 
 @pytest.mark.slow
@@ -562,9 +562,10 @@ def test_the_chance_of_a_candidate_follows_the_text_within_50_tokens_and_back(ea
     judge(Planner(experience), earlier, 0.9)
     planner = Planner(experience)
     assert judge(planner, 100, 0.9) == pytest.approx(0.9, abs=0.03)
-    assert judge(planner, 50, 0.3) < 0.6, "more than half of the way, however much was learned earlier"
+    assert judge(planner, 50, 0.3) < 0.55, "more than half of the way, however much was learned earlier"
     assert not earlier or scored(Planner(experience), 0.85).nodes[0].chance > 0.85, "it is this request's own"
-    assert judge(planner, 50, 0.9) > 0.8
+    # Without earlier texts this one is all that is known; a third of it was bad, so 0.75 is its mean.
+    assert judge(planner, 50, 0.9) > (0.85 if earlier else 0.75)
 
 
 def timed(profile: CostProfile) -> MeasuredCosts:

@@ -49,7 +49,7 @@ class Breadth:
     least: float  # reach below which a candidate is not added
 
 
-ONE = Breadth(1, 1, 0.01)
+CHAIN = Breadth(1, 1, 0.01)
 NARROW = Breadth(4, 8, 0.01)  # without overlap or without branches: the target would hardly verify more
 # With both, for drafts before and during a verify: in three verdicts of five the target rejects all that was sent for a
 # position, so further candidates are prepared.
@@ -82,7 +82,7 @@ class Planner:
         self.learning = Learning(experience, learns)
         self._trees, self._branches = trees, branches
         self._most_rows = most_rows
-        self._breadth = WIDE if self.overlap and branches else NARROW if trees or branches else ONE
+        self._breadth = WIDE if self.overlap and branches else NARROW if trees or branches else CHAIN
         self._unanswered = 0  # draft orders in a row
         self._context, self._batch_size = 0, 1  # tokens before this round, sessions in it
         self._slowdown = 1.0  # seconds of a plain round in this batch, by those of a lone session's
