@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log
 
-DRIFT_KEPT = 0.96  # part of the counts that stays after a token
+DRIFT_KEPT = 0.97  # part of the counts that stays after a token
 BY_CHANCE = 4.0  # squared standard deviations that are taken off
 USUALLY = 2.0  # candidates, right as often as usual, that are counted in addition
 
