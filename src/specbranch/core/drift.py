@@ -7,7 +7,8 @@ judged (`learning.py`). Invariant: as long as the difference may be chance, the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log
+
+from specbranch.core.trees import log_odds
 
 DRIFT_KEPT = 0.97  # part of the counts that stays after a token
 BY_CHANCE = 4.0  # squared standard deviations that are taken off
@@ -43,10 +44,6 @@ class Drift:
         sure = 1.0 - BY_CHANCE * variance / max(beyond * beyond, 1e-9)
         if sure <= 0.0 or seen <= 0.0:
             return 0.0
-        share = min(max(expected / seen, 0.01), 0.99)
-        found = min(max((self._hits + USUALLY * share) / (seen + USUALLY), 0.01), 0.99)
-        return sure * (_log_odds(found) - _log_odds(share))
-
-
-def _log_odds(share: float) -> float:
-    return log(share / (1.0 - share))
+        share = expected / seen
+        found = (self._hits + USUALLY * share) / (seen + USUALLY)
+        return sure * (log_odds(found) - log_odds(share))

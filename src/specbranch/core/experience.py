@@ -14,7 +14,7 @@ from specbranch.core.costs import Costs, MeasuredCosts
 from specbranch.core.draft_gain import Kinds
 from specbranch.core.goodput import Goodput
 from specbranch.core.orders import Orders, Reports
-from specbranch.core.trees import Chances, shifted
+from specbranch.core.trees import Chances, log_odds, shifted
 
 # Initial acceptance rates of a draft's first candidate, and of its others, by class of the draft's probability.
 USUAL_FIRST = (0.05, 0.06, 0.09, 0.13, 0.22, 0.3, 0.38, 0.46, 0.6, 0.73, 0.79, 0.87, 0.92, 0.95, 0.975, 0.99, 0.99)
@@ -135,10 +135,26 @@ class Insight:
         others = [max(seen - self.other.trust, 0.0) for seen in self.other.seen]
         total = sum(met) + self.first.trust
         hits, rest = self.hits.shares()[0], max(self.covered - self.hits.shares()[0], 0.0)
+        off = self._off(met)
+        first, other = ([shifted(chance, off) for chance in of] for of in (chances.first, chances.other))
         return (
-            Kinds([one / total for one in (*met, self.first.trust)], (*chances.first, shifted(hits, drift))),
-            Kinds([one / total for one in (*others, 2.0 * self.first.trust)], (*chances.other, 0.5 * rest)),
+            Kinds([one / total for one in (*met, self.first.trust)], (*first, shifted(hits, drift))),
+            Kinds([one / total for one in (*others, 2.0 * self.first.trust)], (*other, 0.5 * rest)),
         )
+
+    def _off(self, met: list[float]) -> float:
+        """Return how far this draft's first candidates are from the initial shares of their classes, in log-odds.
+
+        All classes together show that long before each of them has enough counts.
+        """
+        count = sum(met)
+        if count <= 0.0:
+            return 0.0
+        shares = self.first.shares()
+        mean = sum([one * share for one, share in zip(met, shares, strict=True)]) / count
+        right = sum(self.first.true) - self.first.trust * sum(USUAL_FIRST)
+        seen = (max(right, 0.0) + self.hits.trust * mean) / (count + self.hits.trust)
+        return log_odds(seen) - log_odds(mean)
 
     def learn(self, of: Learned, at: int, value: float) -> None:
         """Learn an observation, and note it as news for the next save."""
