@@ -18,7 +18,11 @@ PATH = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|js|json|svg))`")
 BARE = re.compile(r"`([\w-]+\.py)`")  # on the map a file of the package itself, elsewhere one of the folder at hand
 FREE = ("docs/log.md",)  # what was written once stays as it is
 CONSTANT_ROW = re.compile(r"^\| `(\w+)` \| `([A-Z_]+)` \| `(.+?)` \|", re.MULTILINE)  # module, name, value
-PLANNING = ("planner", "goodput", "costs", "experience", "market", "rehearsal")  # modules of core/ with a table
+# modules of core/ whose constants are in a table
+PLANNING = (
+    *("way_choice", "planner", "draft_gain", "learning", "drift"),
+    *("goodput", "costs", "experience", "market", "rehearsal"),
+)
 PAGES = ("design", "planner", "gpu", "cpu", "lab")  # they name files
 
 

@@ -310,7 +310,7 @@ def _curves(costs: MeasuredCosts) -> list[tuple[str, Curve]]:
 
 def _insight_to_dict(insight: Insight) -> dict[str, Any]:
     tallies: dict[str, Tally] = {name: getattr(insight, name) for name in TALLIES}
-    columns = {name: [tally.seen, tally.true, tally.met] for name, tally in tallies.items()}
+    columns = {name: [tally.seen, tally.true, tally.met, tally.right] for name, tally in tallies.items()}
     return {**columns, "shifts": insight.shifts}
 
 
@@ -319,15 +319,14 @@ def _insight(saved: Mapping[str, Any]) -> Insight:
     for name in TALLIES:
         tally: Tally = getattr(insight, name)
         most = tally.most + EVALUATED_CLASS  # of `met`, which may count more than `seen`
-        seen, true, met = ([_number(x, 0.0, most) for x in column] for column in saved[name])
+        seen, true, met, right = ([_number(x, 0.0, most) for x in column] for column in saved[name])
         if not (
-            len(seen) == len(true) == len(met) == len(tally.seen)
+            len(seen) == len(true) == len(met) == len(right) == len(tally.seen)
             and all(t <= s <= tally.most and s > 0.0 for s, t in zip(seen, true, strict=True))
+            and all(r <= m for r, m in zip(right, met, strict=True))
         ):
             raise ValueError(f"{name} does not fit")
-        tally.seen, tally.true, tally.met = seen, true, met
-    if not sum(insight.first.met):
-        raise ValueError("no class of first candidates occurs")
+        tally.seen, tally.true, tally.met, tally.right = seen, true, met, right
     shifts = [_number(x, -MOST_SHIFT, MOST_SHIFT) for x in saved["shifts"]]
     if len(shifts) != len(insight.shifts):
         raise ValueError("shifts do not fit")

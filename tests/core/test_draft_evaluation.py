@@ -7,6 +7,7 @@ import random
 import pytest
 
 from specbranch.core.draft_evaluation import NOT_EVALUATED, ClassCounts, DraftEvaluation, JudgedPosition, evaluate
+from specbranch.core.draft_gain import draft_gain
 from specbranch.core.experience import EVALUATED_CLASS, EVALUATED_SHARE, Experience, Insight
 from specbranch.core.trees import CLASSES, EDGES
 
@@ -90,10 +91,10 @@ def test_verdicts_soon_outweigh_the_evaluation() -> None:
     assert insight.chances().first[8] > 0.75 and insight.hits.shares()[0] > 0.8
 
 
-def test_the_promise_weighs_classes_by_how_often_the_evaluation_met_them() -> None:
+def test_the_gain_weighs_classes_by_how_often_the_evaluation_met_them() -> None:
     """Of candidates that are nearly always wrong, next to nothing is worth a row; of sure ones nearly all."""
-    sure, unsure = (
-        Insight.starting_from(DraftEvaluation(one_class(at, 2000, right), one_class(0, 6000, 10))).promise(0.1)
-        for at, right in ((16, 1990), (3, 100))
-    )
-    assert sure > 0.85 and unsure < 0.1
+    gains = []
+    for at, right in ((16, 1990), (3, 100)):
+        insight = Insight.starting_from(DraftEvaluation(one_class(at, 2000, right), one_class(0, 6000, 10)))
+        gains.append(draft_gain(*insight.kinds(insight.chances(), 0.0), step=0.1, rows=(0.1,) * 4))
+    assert gains[0] > 1.5 and gains[1] < 0.1

@@ -72,7 +72,7 @@ def test_nothing_is_granted_without_costs_nor_without_offers() -> None:
 
 
 def lanes(gain: float, costs: CostProfile, rate: float = 60.0, uncomputed: int = 1) -> LaneOffer:
-    return LaneOffer((gain,), uncomputed, rate, rate, costs, 100)
+    return LaneOffer((gain,), uncomputed, rate, costs, 100)
 
 
 def allowed(offers: dict[int, LaneOffer], waiting: float = 0.0, others: int = 0) -> set[int]:
@@ -113,7 +113,7 @@ def test_a_session_alone_learns_the_same_at_once() -> None:
     for costs in (FLAT, STEEP, MIXED) * 60:
         rate = rng.uniform(5.0, 900.0)
         gains = tuple(sorted((rng.random() for _ in range(rng.randint(1, 6))), reverse=True))
-        offer = LaneOffer(gains, rng.choice([0, 1, 7]), rate, rng.uniform(0.5, 1.0) * rate, costs, 100)
+        offer = LaneOffer(gains, rng.choice([0, 1, 7]), rate, costs, 100)
         assert pays_alone(offer) == let_draft({4: offer})[4].may
         reported.add(pays_alone(offer))
     assert reported == {True, False}

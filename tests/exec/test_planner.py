@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from statistics import fmean
 
 import pytest
 
@@ -18,16 +19,18 @@ from specbranch.config import Part, SamplingParams, SpeculativeConfig
 from specbranch.core.arms import Arm
 from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Experience, Tally
+from specbranch.core.learning import BEYOND_PACE, MOST_BEYOND, SURE
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Loop
 from specbranch.core.market import LaneGrant, RowGrant, granted
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Context, Orders, Reports, Span, Verify
-from specbranch.core.planner import BEYOND_PACE, MOST_BEYOND, SPARED, SURE, Planner
+from specbranch.core.planner import SPARED, Planner
 from specbranch.core.runner import Ask, Feed, Proposal
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, GrowingTree, Growth, Tree
+from specbranch.core.way_choice import WayChoice
 from specbranch.errors import BadParameter
 from specbranch.exec.verifier import Verifier
 from specbranch.lab.replay.record import Record, Task
@@ -271,8 +274,8 @@ def test_what_one_request_has_shown_the_next_one_need_not_find_out() -> None:
     for seed in SEEDS:
         bad, experience = Scripted.of(fresh(60), 0.02, seed, [NEVER]), Experience(cheap := replace(TEN, overlap=False))
         first, *later = [play(bad, AUTO, cheap, experience).stats for _ in range(4)]
-        for stats in later:
-            assert stats.decode_seconds < 0.98 * first.decode_seconds and stats.draft_busy < 0.5 * first.draft_busy
+        assert fmean(stats.decode_seconds for stats in later) < 0.98 * first.decode_seconds
+        assert fmean(stats.draft_busy for stats in later) < 0.75 * first.draft_busy
 
 
 @pytest.mark.slow
@@ -419,7 +422,7 @@ def test_what_reading_is_worth_does_not_rise_with_candidates_that_are_hardly_sen
         planner.begin(10)
         growing = GrowingTree(NO_TREE)
         growing.add_candidates(ROOT, replace(growth_of(planner), least=0.0), range(8), (0.3, *[0.1] * 7))
-        planner.record_verdict(growing.tree(), [], rank)
+        planner.learning.record_verdict(growing.tree(), [], rank)
         shares.append(planner.insight.cover.shares()[0])
     assert shares[0] == shares[1] > shares[2]
 
@@ -550,7 +553,7 @@ def judge(planner: Planner, count: int, share: float, said: float = 0.85) -> flo
     """Have the target agree with such a share of first candidates, evenly; returns the chance of the next one."""
     for at in range(count):
         right = int((at + 1) * share) > int(at * share)
-        planner.record_verdict(scored(planner, said), [], 7 if right else 8)
+        planner.learning.record_verdict(scored(planner, said), [], 7 if right else 8)
     return scored(planner, said).nodes[0].chance
 
 
@@ -560,9 +563,10 @@ def test_the_chance_of_a_candidate_follows_the_text_within_50_tokens_and_back(ea
     judge(Planner(experience), earlier, 0.9)
     planner = Planner(experience)
     assert judge(planner, 100, 0.9) == pytest.approx(0.9, abs=0.03)
-    assert judge(planner, 50, 0.3) < 0.6, "more than half of the way, however much was learned earlier"
+    assert judge(planner, 50, 0.3) < 0.55, "more than half of the way, however much was learned earlier"
     assert not earlier or scored(Planner(experience), 0.85).nodes[0].chance > 0.85, "it is this request's own"
-    assert judge(planner, 50, 0.9) > 0.8
+    # Without earlier texts this one is all that is known; a third of it was bad, so 0.75 is its mean.
+    assert judge(planner, 50, 0.9) > (0.85 if earlier else 0.75)
 
 
 def timed(profile: CostProfile) -> MeasuredCosts:
@@ -593,8 +597,8 @@ def test_on_a_slow_machine_drafts_are_used_as_before(times: float) -> None:
 def drafted_round(planner: Planner, accepted: int, seconds: float) -> None:
     """A round in which the draft was asked for more than it promised, or for less."""
     tree = scored(planner, 0.9)
-    planner.accept(tree, [0] * accepted)
-    planner.record_round(1, "planned", accepted + 1, seconds)
+    planner.learning.accept(tree, [0] * accepted, [0] * accepted)
+    WayChoice(planner).record_round(1, "planned", accepted + 1, seconds)
 
 
 def test_what_drafts_bring_beyond_their_first_step_counts_for_and_against_them() -> None:
@@ -604,7 +608,7 @@ def test_what_drafts_bring_beyond_their_first_step_counts_for_and_against_them()
     beyond = planner.insight.beyond
     assert beyond > 0.5
     for _ in range(100):  # plain rounds
-        planner.record_round(1, "plain", 1, 0.01)
+        WayChoice(planner).record_round(1, "plain", 1, 0.01)
     assert 0.0 < planner.insight.beyond < 0.5 * beyond, "it fades while no draft is asked"
     for _ in range(40):  # the same step brings nothing, and the round takes three times as long
         drafted_round(planner, 0, 0.03)
@@ -620,7 +624,7 @@ def test_a_draft_that_has_much_to_catch_up_with_promises_as_little_as_it_brings(
     planner = Planner(Experience(costs))
     planner.begin(4000)
     assert planner.plan_draft_before_verify(NO_TREE, 4000, LaneGrant(True)) is not None
-    planner.record_round(1, "planned", 1, 0.01 + costs.draft_seconds(4000))
+    WayChoice(planner).record_round(1, "planned", 1, 0.01 + costs.draft_seconds(4000))
     assert planner.insight.beyond == pytest.approx(0.0, abs=BEYOND_PACE * MOST_BEYOND)
 
 
@@ -631,8 +635,8 @@ def test_what_a_probe_brings_is_given_back_and_no_more() -> None:
         planner = Planner(experience)
         planner.begin(10)
         assert planner.plan_draft_before_verify(NO_TREE, 1, LaneGrant(False)) is not None, "a probe"
-        planner.accept(scored(planner, 0.9), [0] * accepted)
+        planner.learning.accept(scored(planner, 0.9), [0] * accepted, [0])
         experience.reset_probe_credit()
-        planner.record_round(1, "planned", 1 + accepted, 0.015)
+        WayChoice(planner).record_round(1, "planned", 1 + accepted, 0.015)
         assert experience.has_credit(BY_TURNS.draft_seconds(1)) == again
         assert not experience.has_credit(0.01)

@@ -1,8 +1,8 @@
 """Arms of a planned method: rounds by what they did, with the tokens a second that the model expected and those seen.
 
 Owns the names of the arms, the counters of each arm, and their arithmetic. Does not own what a round costs (`costs.py`)
-or which round is planned (`planner.py`). Invariant: every round of a planned method counts for one arm, so rounds and
-tokens add up to those of the request, its first token left out.
+or which round is planned (`way_choice.py`). Invariant: every round of a planned method counts for one arm, so rounds
+and tokens add up to those of the request, its first token left out.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ MOST_RATIO = 1.5  # a round counts as at most this many times as slow, or as fas
 LATEST = 31  # rounds of a size whose median counts, the time at load among them
 AT_LOAD = 4  # rounds that the time at load counts as
 PLANNING_SECONDS = 0.0001  # of the host for each session's plan, until it is timed
-PLAIN_ROUNDS = 5  # plain rounds that are timed first
+PLAIN_ROUNDS = 2  # plain rounds that are timed first
 PLAIN_EVERY = 256  # rounds after which a plain round is timed again
 FACTOR_PACE = 0.3  # part of a round's ratio, in logarithms, that the machine's common factor takes over
 MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
@@ -253,7 +253,7 @@ class MeasuredCosts:
         if not known:
             return 0.0 if kind == "plain" else PLANNING_SECONDS * sessions
         nearest = min(known, key=lambda at: abs(at - size))
-        found = self.hosts[kind, nearest].median
+        found = self.factor * self.hosts[kind, nearest].median
         return found if kind == "plain" else found * 2.0 ** (size - nearest)
 
     @property
@@ -354,7 +354,7 @@ class MeasuredCosts:
             return
         if self._ended is not None:
             gap = max(min(span.start for span in spans) - self._ended, 0.0)
-            self.hosts.setdefault((kind, sessions.bit_length()), Recent()).add(gap)
+            self.hosts.setdefault((kind, sessions.bit_length()), Recent()).add(gap / self.factor)
         self._ended = max(span.end for span in spans)
 
 

@@ -14,9 +14,10 @@ from typing import Literal, Self
 from specbranch.core.arms import Arms
 from specbranch.core.costs import Costs, MeasuredCosts
 from specbranch.core.draft_evaluation import ClassCounts, DraftEvaluation
+from specbranch.core.draft_gain import Kinds
 from specbranch.core.goodput import Goodput
 from specbranch.core.orders import Orders, Reports
-from specbranch.core.trees import Chances, shifted
+from specbranch.core.trees import Chances, log_odds, shifted
 
 # Initial acceptance rates of a draft's first candidate, and of its others, by class of the draft's probability.
 USUAL_FIRST = (0.05, 0.06, 0.09, 0.13, 0.22, 0.3, 0.38, 0.46, 0.6, 0.73, 0.79, 0.87, 0.92, 0.95, 0.975, 0.99, 0.99)
@@ -75,8 +76,9 @@ class Tally:
     def __init__(self, usual: tuple[float, ...], trust: float = 20.0, memory: float = 4000.0) -> None:
         self.seen = [trust] * len(usual)
         self.true = [trust * share for share in usual]
-        self.met = [1.0] * len(usual)  # how often each class occurs, for comparisons between classes
-        self._memory = memory
+        self.met = [0.0] * len(usual)  # how often each class was met, the initial share left out
+        self.right = [0.0] * len(usual)  # how often it came true then
+        self.trust, self._memory = trust, memory
 
     @property
     def most(self) -> float:
@@ -86,10 +88,12 @@ class Tally:
     def add(self, at: int, true: bool) -> None:
         """Count an observation."""
         if self.seen[at] >= self._memory:
-            self.seen[at], self.true[at], self.met[at] = 0.5 * self.seen[at], 0.5 * self.true[at], 0.5 * self.met[at]
+            for counts in (self.seen, self.true, self.met, self.right):
+                counts[at] *= 0.5
         self.seen[at] += 1.0
         self.met[at] += 1.0
         self.true[at] += true
+        self.right[at] += true
 
     def start_from(self, seen: Sequence[int], true: Sequence[int], most: float) -> None:
         """Start from counts as well as from the initial shares; a class counts at most `most` observations."""
@@ -125,7 +129,6 @@ class Insight:
     looked_tokens: float = 0.3  # of lookup in a round, lately
     beyond: float = 0.0  # tokens that a draft brought beyond what its first step promised, lately
     observations: int = 0  # how many were taken in
-    _promise: tuple[tuple[int, float], float] = ((-1, 0.0), 0.0)  # the last one that was computed
     news: list[News] | None = None  # what was learned since the last save; None: nothing is saved
 
     @classmethod
@@ -146,6 +149,7 @@ class Insight:
         for tally, counts in both:
             tally.start_from(counts.met, counts.right, EVALUATED_CLASS)
             tally.met = [factor * count for count in counts.met]
+            tally.right = [factor * count for count in counts.right]
         self.hits.start_from((prior.positions,), (prior.hits,), EVALUATED_SHARE)
         self.cover.start_from((prior.positions,), (prior.covered,), EVALUATED_SHARE)
 
@@ -163,22 +167,34 @@ class Insight:
         """The probability that the target's token is among the candidates."""
         return self.cover.true[0] / self.cover.seen[0]
 
-    def promise(self, price: float) -> float:
-        """Return the candidates' expected tokens beyond the price of their rows, as a share of those at a price of
-        0."""
-        at = self.observations, round(price, 2)
-        if self._promise[0] != at:
-            self._promise = at, self._promised(price)
-        return self._promise[1]
+    def kinds(self, chances: Chances, drift: float) -> tuple[Kinds, Kinds]:
+        """Return the draft's candidates by class: how many a position has, and how often they are right.
 
-    def _promised(self, price: float) -> float:
-        found = free = 0.0
-        for tally in (self.first, self.other):
-            for share, met in zip(tally.shares(), tally.met, strict=True):
-                free += met * share
-                if share > price:
-                    found += met * (share - price)
-        return found / free
+        Until many positions are known, one more class stands for the unknown ones, with the shares of all positions:
+        a first candidate, and two others that share the rest of what is covered.
+        """
+        met, others = self.first.met, self.other.met
+        total = sum(met) + self.first.trust
+        hits, rest = self.hits.shares()[0], max(self.covered - self.hits.shares()[0], 0.0)
+        off = self._off(met)
+        first, other = ([shifted(chance, off) for chance in of] for of in (chances.first, chances.other))
+        return (
+            Kinds([one / total for one in (*met, self.first.trust)], (*first, shifted(hits, drift))),
+            Kinds([one / total for one in (*others, 2.0 * self.first.trust)], (*other, 0.5 * rest)),
+        )
+
+    def _off(self, met: list[float]) -> float:
+        """Return how far this draft's first candidates are from the initial shares of their classes, in log-odds.
+
+        All classes together show that long before each of them has enough counts.
+        """
+        count = sum(met)
+        if count <= 0.0:
+            return 0.0
+        shares = self.first.shares()
+        mean = sum([one * share for one, share in zip(met, shares, strict=True)]) / count
+        seen = (sum(self.first.right) + self.hits.trust * mean) / (count + self.hits.trust)
+        return log_odds(seen) - log_odds(mean)
 
     def learn(self, of: Learned, at: int, value: float) -> None:
         """Learn an observation, and note it as news for the next save."""
@@ -205,11 +221,13 @@ class Pace:
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
+        self._at_first = AT_FIRST_TOKENS  # tokens that the initial estimate still counts as
 
     def add(self, tokens: int, seconds: float) -> None:
         """Take in a run of the executor."""
         if self._tokens > LATELY:
             self._tokens, self._seconds = 0.5 * self._tokens, 0.5 * self._seconds
+            self._at_first *= 0.5
         self._tokens += tokens
         self._seconds += seconds
 
@@ -218,7 +236,7 @@ class Pace:
 
         The initial estimate is half as many tokens again as plain decoding.
         """
-        found = (AT_FIRST_TOKENS * 1.5 + self._tokens) / max(AT_FIRST_TOKENS * plain + self._seconds, 1e-12)
+        found = (self._at_first * 1.5 + self._tokens) / max(self._at_first * plain + self._seconds, 1e-12)
         return max(found, 1.0 / max(plain, 1e-12))
 
 

@@ -86,11 +86,11 @@ class _Load:
         """
         here, other = self.ways[self.way], self.ways[_other(self.way)]
         seconds = _without_setups(self.rounds)
+        self.update(expected)  # before the comparison: since the block began, the model may have learned much
         if seconds > 0.0:
             here.take(self.tokens / seconds)
         other.fade()
         self.credit = min(self.credit + TRIAL_SHARE * seconds, seconds)
-        self.update(expected)
         seen_better = other.evidence > BETTER_WAY * here.estimate
         may_be_better = other.estimate * (1.0 + other.doubt) > BETTER_WAY * here.estimate
         if seen_better and self.trial:

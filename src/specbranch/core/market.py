@@ -49,9 +49,9 @@ class LaneOffer:
     gains: tuple[float, ...]  # expected tokens from computing each of its best nodes, best first
     uncomputed: int  # committed tokens that the draft has to compute first; 0: it can start with the nodes
     rate: float  # expected tokens a second of this session
-    first_rate: float  # the same for pricing the first step, which may cost less because others depend on it
     costs: Costs
     context: float
+    once: float = ONCE  # share of the seconds for more uncomputed tokens than usual that the first step has to pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def let_draft(
     if first is None or not first.costs.knows_draft:
         return dict.fromkeys(offers, LaneGrant(False))
     costs, context = first.costs, fmean(offer.context for offer in offers.values())
-    rate = waiting + sum(offer.first_rate for offer in offers.values())
+    rate = waiting + sum(offer.rate for offer in offers.values())
     ranked = sorted(offers, key=lambda session: -offers[session].gains[0])
     chosen = set(ranked[: _best_group([offers[session] for session in ranked], rate, others)])
     steps: tuple[float, ...] = ()
@@ -91,12 +91,12 @@ def let_draft(
 
 def pays_alone(offer: LaneOffer) -> bool:
     """True if a lone session may draft: what `let_draft` will answer, known sooner."""
-    return _best_group([offer], offer.first_rate, 0) > 0
+    return _best_group([offer], offer.rate, 0) > 0
 
 
 def profit_price(offer: LaneOffer) -> float:
     """Return the price in tokens of a lone session's first step."""
-    return offer.first_rate * _seconds(offer, offer.uncomputed, offer.uncomputed, 0)
+    return offer.rate * _seconds(offer, offer.uncomputed, offer.uncomputed, 0)
 
 
 def _best_group(ranked: list[LaneOffer], rate: float, others: int) -> int:
@@ -121,7 +121,7 @@ def _seconds(offer: LaneOffer, rows: int, whole: int, others: int) -> float:
     """Return the seconds that a first step adds to the `others`'. Prefill beyond the usual is paid over many steps."""
     costs, context = offer.costs, offer.context
     usual = costs.draft_seconds(rows, context)
-    once = ONCE * (costs.draft_seconds(whole, context) - usual) if whole > rows else 0.0
+    once = offer.once * (costs.draft_seconds(whole, context) - usual) if whole > rows else 0.0
     if others:
         return usual + once - costs.draft_seconds(others, context)
     return usual + once + costs.draft_setup + costs.draft_host

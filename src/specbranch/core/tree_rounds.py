@@ -11,6 +11,7 @@ from collections.abc import Generator
 from typing import Any
 
 from specbranch.core.arms import Arm, ArmRound
+from specbranch.core.learning import LookedUp
 from specbranch.core.market import LaneGrant, RowGrant
 from specbranch.core.orders import Deferred, Orders, Reports
 from specbranch.core.planner import Planner
@@ -18,6 +19,7 @@ from specbranch.core.rounds import MethodRounds, prefill, verdict_of
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Growth, Tree, below, chosen, marked
+from specbranch.core.way_choice import WayChoice
 
 # Yields Orders and Offers, is sent Reports and Grants, returns the tree kept and what the round was.
 TreeRound = Generator[Any, Any, tuple[Tree, ArmRound]]
@@ -26,34 +28,35 @@ TreeRound = Generator[Any, Any, tuple[Tree, ArmRound]]
 def decode_tree(session: Session, planner: Planner) -> MethodRounds:
     """Decode a request by draft trees; both models work at once where that pays."""
     # Prefill of the draft waits for its first order if none is likely: in a batch, or where drafting does not pay.
-    drafts_first = session.batch_size == 1 and planner.drafts_first(len(session.tokens))
+    ways = WayChoice(planner)
+    drafts_first = session.batch_size == 1 and ways.drafts_first(len(session.tokens))
     yield from prefill(session, planner.experience.has_draft and drafts_first)
     deferred = Deferred()
     try:
-        yield from _decode(session, planner, deferred)
+        yield from _decode(session, planner, ways, deferred)
     finally:
         deferred.run()  # the tasks of the last round
 
 
-def _decode(session: Session, planner: Planner, deferred: Deferred) -> MethodRounds:
+def _decode(session: Session, planner: Planner, ways: WayChoice, deferred: Deferred) -> MethodRounds:
     """Decode behind the first token, a plain or a planned round at a time."""
     tree = NO_TREE
     while not session.finished:
         batch_size, last_end, emitted = session.batch_size, session.now, session.stats.emitted
-        way = planner.choose(len(session.tokens), batch_size, tree, session.unsent)
+        way = ways.choose(len(session.tokens), batch_size, tree, session.unsent, session.room)
         if way == "plain" and tree is not NO_TREE:
             deferred.add(session.stats.abandon_tree, tree)  # a plain round keeps no tree
             tree = NO_TREE
         if way == "plain" and batch_size > 1:
-            yield from _plain_rounds_in_batch(session, planner, deferred)
+            yield from _plain_rounds_in_batch(session, ways, planner, deferred)
             continue
         if way == "plain":
-            tree, planned = yield from _plain_round(session, planner, deferred)
+            tree, planned = yield from _plain_round(session, planner, ways.looked_up, deferred)
         else:
             tree, planned = yield from _planned_round(session, planner, tree, deferred)
         tokens, seconds = session.stats.emitted - emitted, session.now - last_end
         deferred.add(_count_arm, session, planner, planned, tokens, seconds)
-        planner.record_round(batch_size, way, tokens, seconds)
+        ways.record_round(batch_size, way, tokens, seconds)
     deferred.add(session.stats.abandon_tree, tree)
 
 
@@ -77,7 +80,7 @@ def _planned_round(session: Session, planner: Planner, tree: Tree, deferred: Def
     during = _plan_during(session, planner, tree, to_verify, rows, drafted=before is not None)
     planned = ArmRound(tree, to_verify, rows.rows, len(session.tokens), session.batch_size, during is not None, steps)
     orders = _verify_orders(session, planner, planned, during, deferred)
-    deferred.add(planner.expect, planned)
+    deferred.add(planner.learning.expect, planned)
     reports = yield orders
     deferred.run()
     tree = _take_tree(session, planner, tree, orders, reports)
@@ -109,19 +112,20 @@ def _verify_orders(
     return Orders(draft=draft, verify=verify, deferred=deferred, planned=planned)
 
 
-def _plain_round(session: Session, planner: Planner, deferred: Deferred) -> TreeRound:
+def _plain_round(session: Session, planner: Planner, looked_up: LookedUp | None, deferred: Deferred) -> TreeRound:
     """Decode one token of the target, without a plan."""
     follows = planner.launch_ahead(NO_TREE, session.unsent) if session.batch_size == 1 else None
     verify = session.verify_tree(NO_TREE, follows=follows) if follows else session.verify_plainly()
     planned = ArmRound(NO_TREE, [], session.batch_size, len(session.tokens), session.batch_size)
     orders = Orders(verify=verify, deferred=deferred, planned=planned)
-    deferred.add(planner.expect, planned)
+    deferred.add(planner.learning.expect, planned)
     reports = yield orders
     deferred.run()
+    deferred.add(planner.learning.record_plain, looked_up, verdict_of(reports).token)
     return _absorb(session, planner, NO_TREE, [], orders, reports, deferred), planned
 
 
-def _plain_rounds_in_batch(session: Session, planner: Planner, deferred: Deferred) -> MethodRounds:
+def _plain_rounds_in_batch(session: Session, ways: WayChoice, planner: Planner, deferred: Deferred) -> MethodRounds:
     """Decode some tokens as plain decoding does: in a large batch every microsecond of a session counts.
 
     The loop may make several rounds before it reports. If the request ends meanwhile, this generator is closed, and
@@ -129,7 +133,7 @@ def _plain_rounds_in_batch(session: Session, planner: Planner, deferred: Deferre
     """
     batch_size, last_end, stats = session.batch_size, session.now, session.stats
     emitted = stats.emitted
-    rounds = min(planner.plain_rounds(batch_size), session.room)
+    rounds = min(ways.plain_rounds(batch_size), session.room)
     try:
         reports = yield Orders(verify=session.verify_plainly(), deferred=deferred, plain_rounds=rounds)
         deferred.run()
@@ -142,7 +146,7 @@ def _plain_rounds_in_batch(session: Session, planner: Planner, deferred: Deferre
             seconds = session.now - last_end
             for arms in (stats.arms, planner.experience.arms):
                 arms.add("plain", Arm(made, made, seconds))
-            planner.record_round(batch_size, "plain", made, seconds, made)
+            ways.record_round(batch_size, "plain", made, seconds, made)
 
 
 def _if_room(session: Session, growth: Growth | None) -> Growth | None:
@@ -183,10 +187,10 @@ def _absorb(
     ended_on_path = taken <= len(path)  # the request ended before the bonus token
     last_token = tree.nodes[path[taken - 1]].token if ended_on_path else verdict.token
     session.stats.end_round()
-    planner.accept(tree, path[: taken - 1])  # what lies beyond the end of the request does not count
+    planner.learning.accept(tree, path[: taken - 1], verified)  # what lies beyond the end of the request does not count
     if len(tree):
         deferred.add(session.stats.judge_tree, tree, verified, path, bonus, taken)
-        deferred.add(planner.record_verdict, tree, path[: taken - 1], last_token)
+        deferred.add(planner.learning.record_verdict, tree, path[: taken - 1], last_token)
     else:
         deferred.add(session.stats.judge_plain)
     planner.record_forwards(orders, reports, taken, session.take_waited())
@@ -194,4 +198,4 @@ def _absorb(
 
 
 def _count_arm(session: Session, planner: Planner, planned: ArmRound, tokens: int, seconds: float) -> None:
-    session.stats.arms.add(planned.name, planner.count_arm(planned, tokens, seconds))
+    session.stats.arms.add(planned.name, planner.learning.count_arm(planned, tokens, seconds))

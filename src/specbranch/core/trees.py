@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, log
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -197,6 +197,12 @@ def shifted(chance: float, shift: float) -> float:
     """Return a chance with something added to its log-odds."""
     odds = chance / max(1.0 - chance, 1e-6) * exp(shift)
     return odds / (1.0 + odds)
+
+
+def log_odds(chance: float) -> float:
+    """Return the logarithm of the odds; certainty counts as 99 to 1."""
+    chance = min(max(chance, 0.01), 0.99)
+    return log(chance / (1.0 - chance))
 
 
 class GrowingTree:

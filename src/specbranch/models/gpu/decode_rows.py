@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,9 +38,6 @@ from specbranch.models.gpu.layout import (
     write_chunks,
 )
 from specbranch.models.sampling.sheet import COLDEST, is_penalised
-
-if TYPE_CHECKING:
-    from specbranch.models.gpu.shaped_decode import Shaping
 
 WINDOW = 2 * GROUP_POSITIONS  # KV slots of the longest own path: the last full group and the current one
 _WITHIN = np.arange(WINDOW, dtype=np.int32)
@@ -83,7 +79,7 @@ class DecodeRows:
         self.tokens = np.array(tokens, dtype=np.int32)
         self.is_shaped = any(row.is_shaped for row in rows)
         self.before, self.sources = before, sources
-        self.shaping: Shaping | None = None  # of these sequences, once a step of them was launched
+        self.shaping: object | None = None  # what `shaped_decode.py` keeps for the steps of these sequences
         self._noisy = [at for at, row in enumerate(rows) if not row.request.greedy]
         coldest = [max(row.request.params.temperature, COLDEST) for row in rows if not row.request.greedy]
         self._temperatures = np.array(coldest, dtype=np.float32).view(np.int32)

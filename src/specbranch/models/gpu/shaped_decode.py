@@ -75,8 +75,8 @@ class Penalties:
 
     def _take(self, own: int, before: DecodeRows | None, row: int) -> None:
         """Take the counts of a row of the step before."""
-        there = before.shaping.penalties if before is not None and before.shaping is not None else None
-        assert there is not None
+        assert before is not None and isinstance(before.shaping, Shaping) and before.shaping.penalties is not None
+        there = before.shaping.penalties
         at = there.at.index(row)
         self._answered[own], self._seen[own] = there._answered[at], there._seen[at]
 
@@ -113,7 +113,7 @@ class ShapedSampler:
 
     def results(self, rows: DecodeRows, logits: Tensor, choosing: Tensor) -> Tensor:
         """Return a row's token, 1, NaN if its scores are no numbers, and log-probabilities [rows, numbers]."""
-        shaping = rows.shaping or self._shaping(rows)
+        shaping = rows.shaping if isinstance(rows.shaping, Shaping) else self._shaping(rows)
         rows.shaping, rows.before, rows.sources = shaping, None, ()
         asked = {**shaping.asked, **self._forbidden(rows, shaping)}
         edited = sample.edited(logits, asked)

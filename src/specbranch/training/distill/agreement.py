@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from specbranch.config import SamplingParams
 from specbranch.core.draft_evaluation import NOT_EVALUATED, DraftEvaluation, JudgedPosition, evaluate
-from specbranch.core.planner import SURE
+from specbranch.core.learning import SURE
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT

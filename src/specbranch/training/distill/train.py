@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from specbranch.core.draft_evaluation import DraftEvaluation, JudgedPosition, evaluate
-from specbranch.core.planner import SURE
+from specbranch.core.learning import SURE
 from specbranch.errors import BadParameter
 from specbranch.files import spoken
 from specbranch.models.files.architecture import Architecture
