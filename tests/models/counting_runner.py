@@ -7,38 +7,55 @@ from typing import Any
 
 from specbranch.core.runner import Feed, Judged
 from specbranch.models.gpu.begun import Followed, Received
+from specbranch.models.gpu.early_starts import EarlyStarts
 from specbranch.models.gpu.runner import GpuRunner
 
 
-class CountingRunner(GpuRunner):
+class CountingStarts(EarlyStarts):
     """Counts steps started for a tree (`received`) and behind a verdict (`followed`), and texts read ahead."""
 
-    received = received_right = followed = followed_right = texts_read = texts_right = 0
+    received = received_right = followed = followed_right = texts_read = 0
 
     def read_ahead(self, feed: Feed) -> bool:
         read = super().read_ahead(feed)
         self.texts_read += read
         return read
 
+    def _begin(self, *given: Any) -> None:
+        before = self.step
+        super()._begin(*given)
+        self.received += self.step is not before and isinstance(self.step, Received)
+
+    def follow(self, *given: Any) -> Judged:
+        before = self.step
+        found = super().follow(*given)
+        self.followed += self.step is not before and isinstance(self.step, Followed)
+        return found
+
+    def taken(self, work: Sequence[Feed], *given: Any) -> Any:
+        step = self.step
+        found = super().taken(work, *given)
+        right = step is not None and found is step.results
+        self.received_right += right and isinstance(step, Received)
+        self.followed_right += right and isinstance(step, Followed)
+        return found
+
+
+class CountingRunner(GpuRunner):
+    """The runner under test; it has the counts of its early starts as attributes of its own."""
+
+    texts_right = 0
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.early = self.counts = CountingStarts(self)
+
+    def __getattr__(self, name: str) -> int:
+        if name in ("received", "received_right", "followed", "followed_right", "texts_read"):
+            count: int = getattr(self.counts, name)
+            return count
+        raise AttributeError(name)
+
     def _plant(self, growing: Any, room: int, bucket: Any, read: Any) -> None:
         super()._plant(growing, room, bucket, read)
         self.texts_right += read is not None
-
-    def _begin(self, *given: Any) -> None:
-        before = self._ahead
-        super()._begin(*given)
-        self.received += self._ahead is not before and isinstance(self._ahead, Received)
-
-    def _follow(self, *given: Any) -> Judged:
-        before = self._ahead
-        found = super()._follow(*given)
-        self.followed += self._ahead is not before and isinstance(self._ahead, Followed)
-        return found
-
-    def _results(self, work: Sequence[Feed], *given: Any) -> Any:
-        ahead = self._ahead
-        found = super()._results(work, *given)
-        right = ahead is not None and found is ahead.results
-        self.received_right += right and isinstance(ahead, Received)
-        self.followed_right += right and isinstance(ahead, Followed)
-        return found

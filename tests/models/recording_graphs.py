@@ -48,13 +48,10 @@ class RecordingGraphs(Graphs):
 class RecordingRunner(GpuRunner):
     """The runner under test, with such graphs."""
 
+    graphs: RecordingGraphs
+
     def _make_graphs(self, step: GpuStep) -> Graphs:
         return RecordingGraphs(step, self._most_pages)
-
-    @property
-    def graphs(self) -> RecordingGraphs:
-        assert isinstance(self._graphs, RecordingGraphs)
-        return self._graphs
 
 
 def recording(decoder: Decoder, context_length: int, *more: object) -> RecordingRunner:

@@ -424,9 +424,9 @@ def test_a_fork_leaves_what_it_shares_as_it_was(how: str, both: tuple[NativeRunn
         for seq in range(2):
             runner.open(seq, REQUESTS["greedy"])
         runner.extend(0, text)
-        held = runner._sequences[1]
+        held = runner.sequences[1]
         held.slots.extend(text[:100])
-        held.table.pages = runner._sequences[0].table.fork(100).pages
+        held.table.pages = runner.sequences[0].table.fork(100).pages
         if how == "extend":
             runner.extend(1, some_tokens(200, seed=5))
         else:

@@ -94,7 +94,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def runner_on(decoder: Any, stream: Stream) -> Any:
     runner: Any = GpuRunner(decoder, 300)
-    runner._stream = stream
+    runner.stream = stream
     return runner
 
 
@@ -151,9 +151,9 @@ def test_a_copied_page_is_copied_on_the_own_stream(decoder: Any, streaming: Stre
     for seq in range(2):
         runner.open(seq, Request(SamplingParams(), 0, 4))
     runner.extend(0, some_tokens(150))
-    held = runner._sequences[1]
+    held = runner.sequences[1]
     held.slots.extend(some_tokens(150)[:100])
-    held.table.pages = runner._sequences[0].table.fork(100).pages
+    held.table.pages = runner.sequences[0].table.fork(100).pages
     with Launches(streaming) as launches:
         runner.demand(1, 3)
     assert launches.seen and not launches.astray

@@ -97,8 +97,8 @@ class NativeRunner(TorchRunner):
         self._fused = self._self_tested(fuse(decoder, self.memory))
         if self._fused is not None:
             self.prefill_chunk = COMPILED_CHUNK
-        self._sequences: dict[int, OpenSequence] = {}
-        self._pending = PendingPrefill(self._sequences)
+        self.sequences: dict[int, OpenSequence] = {}
+        self.pending = PendingPrefill(self.sequences)
 
     @property
     def vocabulary(self) -> int:
@@ -118,7 +118,7 @@ class NativeRunner(TorchRunner):
     @property
     def kv_slots_free(self) -> int:
         """How many KV slots can be taken: those of free and of evictable pages, less what copy-on-write will need."""
-        due = self.pool.copies_due(sequence.table for sequence in self._sequences.values())
+        due = self.pool.copies_due(sequence.table for sequence in self.sequences.values())
         return max(self.pool.free - due, 0) * PAGE
 
     @property
@@ -150,44 +150,44 @@ class NativeRunner(TorchRunner):
 
     def slots(self, seq: int) -> Slots:
         """Return the sequence's committed prefix and the nodes of its tail."""
-        return self._sequences[seq].slots
+        return self.sequences[seq].slots
 
     def demand(self, seq: int, count: int) -> None:
         """Reserve KV slots for `count` more nodes, or raise CacheFull."""
-        sequence = self._sequences[seq]
+        sequence = self.sequences[seq]
         sequence.slots.demand(count)
-        self._reserve(sequence, len(sequence.slots), len(sequence.slots) + count)
+        self.reserve(seq, len(sequence.slots), len(sequence.slots) + count)
 
     def check(self) -> None:
         """Raise if the pool's counts disagree with the open sequences, or if a page holds other tokens than registered.
 
         Sequences with different prefixes must not share a page.
         """
-        self.pool.check([sequence.table for sequence in self._sequences.values()])
-        check_shared((sequence.table, sequence.slots.prefix) for sequence in self._sequences.values())
-        for sequence in self._sequences.values():
+        self.pool.check([sequence.table for sequence in self.sequences.values()])
+        check_shared((sequence.table, sequence.slots.prefix) for sequence in self.sequences.values())
+        for sequence in self.sequences.values():
             sequence.prompt.check()
-        self._pending.check()
+        self.pending.check()
 
     def _open(self, seq: int) -> None:
-        if seq in self._sequences:
+        if seq in self.sequences:
             raise ValueError(f"sequence {seq} is open already")
-        if not self._sequences:  # every page is free or evictable now; recover any that an interrupt has lost
+        if not self.sequences:  # every page is free or evictable now; recover any that an interrupt has lost
             self.pool.settle(())
         table = Table(self.pool)
         slots = Slots(self._context_length + self.tail, self.tail)
-        self._sequences[seq] = OpenSequence(slots, table, PrefilledPrompt(table))
+        self.sequences[seq] = OpenSequence(slots, table, PrefilledPrompt(table))
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
         """Append tokens to the prefix and reserve their pages; their forward is put off."""
         self._check_ids(tokens)
-        self._pending.trim()  # what an interrupt left of earlier chunks
-        sequence = self._sequences[seq]
+        self.pending.trim()  # what an interrupt left of earlier chunks
+        sequence = self.sequences[seq]
         before = len(sequence.slots.prefix)
         try:
             kv_slots = sequence.slots.extend(tokens)
-            self._reserve(sequence, kv_slots.start, kv_slots.stop)
-            self._pending.add(PendingChunk(seq, sequence.table, tuple(tokens), before))
+            self.reserve(seq, kv_slots.start, kv_slots.stop)
+            self.pending.add(PendingChunk(seq, sequence.table, tuple(tokens), before))
         except BaseException:
             self._undo_prefill(seq, before)
             raise
@@ -197,7 +197,7 @@ class NativeRunner(TorchRunner):
 
         If that fails, the sequences whose chunks are not computed are rolled back to before them.
         """
-        if self._pending:
+        if self.pending:
             with self._taking_pending() as pending:
                 self._compute_chunks(pending)
 
@@ -208,11 +208,11 @@ class NativeRunner(TorchRunner):
         If the body fails, their sequences are rolled back to before them.
         """
         try:
-            pending = self._pending.held()
+            pending = self.pending.held()
             yield pending
             for chunk in pending:
                 self._publish(chunk)
-            self._pending.clear()
+            self.pending.clear()
         except BaseException:
             self._drop_pending()
             raise
@@ -230,23 +230,23 @@ class NativeRunner(TorchRunner):
     def _publish(self, chunk: PendingChunk) -> None:
         """Let the prefix cache serve a chunk whose forward was launched."""
         if self.prefix_cache:
-            sequence = self._sequences[chunk.seq]
+            sequence = self.sequences[chunk.seq]
             sequence.prompt.note(sequence.slots.prefix, chunk.start, chunk.stop, self.prefill_chunk)
 
     def _drop_pending(self) -> None:
         """Roll all sequences with pending chunks back to before them."""
-        for seq, length in self._pending.starts().items():
+        for seq, length in self.pending.starts().items():
             self._undo_prefill(seq, length)
-        self._pending.clear()
+        self.pending.clear()
 
     def _recall(self, seq: int, tokens: Sequence[int]) -> None:
         """Take the pages that the prefix cache has for the beginning of a prompt.
 
         Pending chunks that have the same beginning are computed first. So equal prompts are computed once.
         """
-        if self._pending and self._pending.serve(seq, tokens, self.prefill_chunk):
+        if self.pending and self.pending.serve(seq, tokens, self.prefill_chunk):
             self.flush()
-        sequence = self._sequences[seq]
+        sequence = self.sequences[seq]
         before = len(sequence.slots.prefix)
         try:
             length = sequence.prompt.recall(tokens, before, self.prefill_chunk)
@@ -257,7 +257,7 @@ class NativeRunner(TorchRunner):
 
     def _undo_prefill(self, seq: int, length: int) -> None:
         """Roll a sequence back to its first `length` tokens after a failed prefill, and recount the pages."""
-        sequence = self._sequences[seq]
+        sequence = self.sequences[seq]
         if len(sequence.slots.prefix) > length:
             self._rewind(seq, length)
         # `_rewind` is not enough: after an interrupt within `_recall` the prompt may be longer than the prefix.
@@ -269,7 +269,7 @@ class NativeRunner(TorchRunner):
     def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
         """Append new nodes and compute their logits; returns one row for each node."""
         self.flush()
-        with self._appending(work) as rows:
+        with self.appending(work) as rows:
             logits, states = self._forward(rows)
         index = iter(range(logits.shape[0]))
         return [[TensorRow(logits, next(index), self.decoder.columns, states) for _ in feed.tokens] for feed in work]
@@ -277,7 +277,7 @@ class NativeRunner(TorchRunner):
     @torch.inference_mode()
     def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         """Keep some nodes of the tail, the first `commit` as prefix, and move their keys and values together."""
-        sequence = self._sequences[seq]
+        sequence = self.sequences[seq]
         moves = sequence.slots.keep(nodes, commit)  # pairs of KV slots: from, to; ascending
         if moves:
             lowest_written = moves[0][1]
@@ -286,16 +286,16 @@ class NativeRunner(TorchRunner):
 
     def _rewind(self, seq: int, length: int) -> None:
         """Forget the tail and all but the first `length` tokens; later tokens overwrite their keys and values."""
-        sequence = self._sequences[seq]
+        sequence = self.sequences[seq]
         # First, as an interrupt may come: the prefix cache must never believe more than the sequence holds.
         sequence.prompt.cut(length, self.prefill_chunk)
         sequence.slots.truncate(length)
-        self._pending.trim()
+        self.pending.trim()
         sequence.table.shrink(length)
 
     def _close(self, seq: int) -> None:
-        self._sequences.pop(seq).table.shrink(0)
-        self._pending.trim()
+        self.sequences.pop(seq).table.shrink(0)
+        self.pending.trim()
 
     def _move(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
         """Copy KV slots `moves[0]` of the pool to `moves[1]`.
@@ -305,23 +305,28 @@ class NativeRunner(TorchRunner):
         """
         self.memory.move(*self.transfer.up({"moves": moves})["moves"])
 
-    def _reserve(self, sequence: OpenSequence, start: int, stop: int) -> None:
-        """Allocate pages up to KV slot `stop`; copy shared pages from `start` on, which the caller will write to."""
+    def reserve(self, seq: int, start: int, stop: int) -> Table:
+        """Allocate pages up to KV slot `stop`, or raise CacheFull; returns the page table.
+
+        Shared pages from `start` on are copied, as the caller will write to them.
+        """
+        table = self.sequences[seq].table
         try:
-            sequence.table.reserve(start, stop, self._copy)
+            table.reserve(start, stop, self._copy)
         except BaseException:
             self._recount_pages()
             raise
+        return table
 
     def _recount_pages(self) -> None:
         """Count anew which tables hold which pages, after a failure that may have lost some."""
-        self.pool.settle([sequence.table for sequence in self._sequences.values()])
+        self.pool.settle([sequence.table for sequence in self.sequences.values()])
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         self.memory.copy(copies)
 
     @contextmanager
-    def _appending(self, work: Sequence[Feed]) -> Iterator[list[Rows]]:
+    def appending(self, work: Sequence[Feed]) -> Iterator[list[Rows]]:
         """Append nodes to the tails; drop them again if the body of the `with` statement fails."""
         sizes = {feed.seq: len(self.slots(feed.seq).tokens) for feed in work}
         try:
@@ -334,15 +339,15 @@ class NativeRunner(TorchRunner):
 
     def _append(self, feed: Feed) -> Rows:
         self._check_ids(feed.tokens)
-        sequence = self._sequences[feed.seq]
+        sequence = self.sequences[feed.seq]
         start = len(sequence.slots)
         nodes = sequence.slots.grow(feed.tokens, feed.parents)
-        self._reserve(sequence, start, len(sequence.slots))
+        self.reserve(feed.seq, start, len(sequence.slots))
         return rows_of_nodes(sequence.table, sequence.slots, nodes)
 
     def _drop_nodes(self, seq: int, size: int) -> None:
         """Drop all but the first `size` nodes of a tail, with their rows of logits."""
-        sequence, rows = self._sequences[seq], self._rows[seq]
+        sequence, rows = self.sequences[seq], self._rows[seq]
         del sequence.slots.tokens[size:], sequence.slots.parents[size:]
         for node in [node for node in rows if node >= size]:
             del rows[node]
@@ -391,29 +396,29 @@ class NativeRunner(TorchRunner):
                 self.decoder.store(self._chunk_step(chunk.table, chunk.tokens, chunk.start), self.memory)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of all rows and, if they are requested (`_state_layers`), the hidden states.
+        """Return the logits of all rows and, if they are requested (`state_layers`), the hidden states.
 
         The compiled step takes at most STEP_ROWS rows; more run in several steps, one after the other.
         """
         if self._fused is None:
             return self._forward_in_torch(work)
         steps = split_into_steps(work, STEP_ROWS)
-        logits, states = zip(*(self._fused.logits_and_states(step, self._state_layers) for step in steps), strict=True)
-        return _concatenated(logits), _concatenated(states) if self._state_layers else None
+        logits, states = zip(*(self._fused.logits_and_states(step, self.state_layers) for step in steps), strict=True)
+        return _concatenated(logits), _concatenated(states) if self.state_layers else None
 
     def _forward_in_torch(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
-        layer_inputs: list[Tensor] | None = [] if self._state_layers else None
+        layer_inputs: list[Tensor] | None = [] if self.state_layers else None
         hidden = self.decoder.forward(self._step(work), self.memory, layer_inputs)
         logits = self.decoder.logits(hidden)
         states = None if layer_inputs is None else self._last_states(layer_inputs, hidden)
         return logits.float() if logits.dtype.itemsize < 4 else logits, states
 
     def _last_states(self, layer_inputs: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return the outputs of the last `_state_layers` layers side by side [rows, layers·hidden].
+        """Return the outputs of the last `state_layers` layers side by side [rows, layers·hidden].
 
         A layer's output is the next layer's input. The last layer has no next one: its output is `hidden`, normed.
         """
-        first = len(layer_inputs) - self._state_layers + 1
+        first = len(layer_inputs) - self.state_layers + 1
         return torch.cat((*layer_inputs[first:], self.decoder.normed(hidden)), dim=-1)
 
     def _step(self, work: Sequence[Rows]) -> Step:
