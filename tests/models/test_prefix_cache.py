@@ -39,7 +39,7 @@ from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
-from specbranch.models.runners import native, pending_prefill
+from specbranch.models.runners import native, pending_prefill, sequences
 from specbranch.models.runners.native import NativeRunner
 from tiers import each_value, tiered
 from tiny_models import GREEDY, saved, some_tokens, tiny
@@ -269,7 +269,7 @@ def test_kv_slots_that_only_cache_a_prompt_count_as_free(decoder: Decoder) -> No
 class Interrupts:
     """Raises KeyboardInterrupt before the n-th line that is run in the files that keep account of pages."""
 
-    FILES = (pages.__file__, native.__file__, pending_prefill.__file__)
+    FILES = (pages.__file__, native.__file__, sequences.__file__, pending_prefill.__file__)
 
     def __init__(self) -> None:
         self.left = 0
@@ -352,7 +352,7 @@ def test_an_interrupt_at_any_line_leaves_pages_in_order_and_nothing_wrong_known(
                 doing(runner)
         except KeyboardInterrupt:
             if doing in (rewind, drop):  # it leaves the counting to who fails next
-                runner._recount_pages()
+                runner.sequences.recount_pages()
             runner.check()
         else:
             assert interrupts.left > 0
@@ -438,7 +438,7 @@ class Exercise:
     def interrupts(self) -> Iterator[None]:
         """Now and then have the next copy, or one of the next chunks, interrupted."""
         runner, left = self.runner, [self.rng.randrange(4)]
-        real = {name: getattr(runner, name) for name in ("_store_chunks", "_copy")}
+        real = {name: getattr(runner, name) for name in ("_store_chunks", "copy_pages")}
 
         def interrupted(name: str, *given: Any) -> None:
             left[0] -= 1

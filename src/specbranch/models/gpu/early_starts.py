@@ -94,7 +94,7 @@ class EarlyStarts:
         spot = Spot(launcher.request(seq), len(launcher.slots(seq).prefix) + count, list)
         if not count or count > GROUP_ROWS or not asking.is_chosen_in_graph(spot):
             return False
-        with launcher.here(), launcher.appending([feed]) as (rows,):
+        with launcher.here(), launcher.sequences.appending([feed]) as (rows,):
             moves = launcher.moves_for(count)
             step = self._chains.take(seq, rows.table, rows.start, feed.tokens, moves)
             if step is None:
@@ -130,7 +130,7 @@ class EarlyStarts:
             return None
         with launcher.here():
             try:
-                table = launcher.reserve(seq, text.prefix, text.kv_slots)
+                table = launcher.sequences.reserve(seq, text.prefix, text.kv_slots)
             except CacheFull:  # the worker's order will wait for memory, as any other
                 return None
             moves = launcher.tree_moves()
@@ -176,7 +176,7 @@ class EarlyStarts:
     def follow(self, trial: Trial, table: Table, found: Judged) -> Judged:
         """Start the step that most likely follows a verdict, if its KV slots lie on the last page of the sequence."""
         launcher, order, seq = self._launcher, trial.order, trial.seq
-        if order.follows is None or launcher.moves or launcher.pending or found.token == NO_TOKEN:
+        if order.follows is None or launcher.moves or launcher.sequences.pending or found.token == NO_TOKEN:
             return found
         chain = order.follows(order.taken(found.path, found.token))
         start = len(launcher.slots(seq).prefix) + trial.root + 1 + len(found.path)

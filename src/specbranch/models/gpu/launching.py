@@ -24,6 +24,7 @@ from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Feed, PlainStep
 from specbranch.core.slots import TAIL
 from specbranch.core.warm_up import ForwardSizes, StepTime, not_late
+from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import ChunkRows, Rows, split_into_steps
 from specbranch.models.forward.transfer import Reading
@@ -60,8 +61,9 @@ from specbranch.models.gpu.warm_up import (
     run_outside_graphs,
     step_times,
 )
-from specbranch.models.runners.native import NativeRunner, OpenSequence
+from specbranch.models.runners.native import NativeRunner
 from specbranch.models.runners.pending_prefill import PendingChunk
+from specbranch.models.runners.sequences import OpenSequence
 from specbranch.models.runners.torch_runner import PREFILL_CHUNKS, ProbeNetwork
 from specbranch.models.sampling.logit_rows import TensorRow
 from specbranch.models.sampling.sample import Asked
@@ -202,16 +204,12 @@ class StepLauncher(NativeRunner):
     def hold(self, work: Sequence[Feed], block: Tensor, states: Tensor | None) -> None:
         """Keep the rows of a forward, as later calls may need them."""
         made = iter(range(block.shape[0]))
-        for feed, start in zip(work, self.first_nodes(work), strict=True):
+        for feed, start in zip(work, self.sequences.first_nodes(work), strict=True):
             kept = (
                 (start + at, TensorRow(block, next(made), self.decoder.columns, states))
                 for at in range(len(feed.tokens))
             )
             self._rows[feed.seq].update(kept)
-
-    def first_nodes(self, work: Sequence[Feed]) -> list[int]:
-        """Return the node of each feed's first token; the nodes must be appended already."""
-        return [len(self.slots(feed.seq).tokens) - len(feed.tokens) for feed in work]
 
     def run(self, work: list[Rows], arrays: Arrays) -> tuple[tuple[Tensor, Tensor | None], Asked]:
         """Run all rows, in several steps if they exceed one; the last copy up carries the arrays, too."""
@@ -291,6 +289,10 @@ class StepLauncher(NativeRunner):
         """Return a sequence if it is open."""
         return self.sequences.get(seq)
 
+    def reserve(self, seq: int, start: int, stop: int) -> Table:
+        """Make KV slots writable, or raise CacheFull; returns the page table."""
+        return self.sequences.reserve(seq, start, stop)
+
     def request(self, seq: int) -> Request:
         """Return the request of a sequence."""
         return self._requests[seq]
@@ -315,17 +317,11 @@ class StepLauncher(NativeRunner):
 
         What does not fit into the step is computed before it.
         """
-        if not self.pending or not self.graphs.step.takes_chunks:
+        if not self.sequences.pending or not self.graphs.step.takes_chunks:
             self.flush()
             return run(())
-        pending = self.pending.held()
-        try:
-            ran = run(self._compute_until(pending, rows))
-            self._computed(pending)
-        except BaseException:
-            self._drop_pending()
-            raise
-        return ran
+        with self.sequences.taking_pending() as pending:
+            return run(self._compute_until(pending, rows))
 
     def _compute_chunks(self, pending: Sequence[PendingChunk]) -> None:
         """Compute prefill that was put off, several prompts in one step."""
@@ -359,12 +355,6 @@ class StepLauncher(NativeRunner):
             self.run_packed(*self.packed([], None, moves, chunks), moves, 1)
         finally:
             picks.copy_(kept)
-
-    def _computed(self, pending: Sequence[PendingChunk]) -> None:
-        """Publish chunks whose forward was launched."""
-        for chunk in pending:
-            self._publish(chunk)
-        self.pending.clear()
 
     def run_packed(
         self,
@@ -461,7 +451,8 @@ class StepLauncher(NativeRunner):
         self.up({})
         return None
 
-    def _move(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
+    def move_kv(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
+        """Move KV slots with the next step, or before it."""
         self.moves.append((seq, moves, lowest_written))
 
     @torch.inference_mode()
@@ -487,14 +478,15 @@ class StepLauncher(NativeRunner):
         """Forget steps that were started ahead: another one is about to run."""
         self.plain.forget_all()
 
-    def _rewind(self, seq: int, length: int) -> None:
+    def rewinding(self, seq: int) -> None:
+        """Forget the row of a sequence in flight: it is about to be rolled back."""
         self.plain.forget(seq)
-        super()._rewind(seq, length)
 
-    def _copy(self, copies: Sequence[Copy]) -> None:
+    def copy_pages(self, copies: Sequence[Copy]) -> None:
+        """Copy pages of the pool, once the pending moves are made."""
         with self.here():
             self.up({})
-            super()._copy(copies)
+            super().copy_pages(copies)
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
         with self.here():
@@ -502,7 +494,7 @@ class StepLauncher(NativeRunner):
 
     def flush(self) -> None:
         """Compute all prefill that was put off; see `NativeRunner`."""
-        if self.pending:
+        if self.sequences.pending:
             with self.here():
                 super().flush()
 

@@ -22,7 +22,7 @@ from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu.decode_rows import DecodeRow, DecodeRows
 from specbranch.models.gpu.layout import CONFIDENCE
-from specbranch.models.runners.native import OpenSequence
+from specbranch.models.runners.sequences import OpenSequence
 
 Texts = Mapping[int, Sequence[int]]  # the tokens of sequences; all but the last are computed
 

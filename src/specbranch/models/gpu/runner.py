@@ -101,9 +101,9 @@ class GpuRunner(StepLauncher):
         self.flush()
         self.drop_ahead()
         self.early.new_draft()
-        with self.here(), self.appending(work) as rows:
+        with self.here(), self.sequences.appending(work) as rows:
             spots = [self.spot(ask.seq, ask.node, ask) for ask in asks]
-            row_of = asking.rows_in(work, self.first_nodes(work))
+            row_of = asking.rows_in(work, self.sequences.first_nodes(work))
             row_numbers = [row for ask in asks if (row := row_of(ask.seq, ask.node)) is not None]
             here = len(row_numbers) == len(asks) > 0 and self.is_one_step(rows)
             count = asking.entries_of(asks, spots) if here else None
@@ -144,7 +144,7 @@ class GpuRunner(StepLauncher):
         try:
             with self.here():
                 try:
-                    self.reserve(growing.seq, len(sequence.slots), kv_slots)
+                    self.sequences.reserve(growing.seq, len(sequence.slots), kv_slots)
                 except CacheFull:  # step by step a tree may grow in the free pages
                     return None
                 bucket = self._grower.bucket()
@@ -177,7 +177,7 @@ class GpuRunner(StepLauncher):
             self._grower.choose(bucket, read)
             return
         spot = Spot(request, len(sequence.slots.prefix) + count, list)
-        with self.appending([Feed(seq, growing.uncomputed, tuple(range(ROOT, count - 1)))]) as rows:
+        with self.sequences.appending([Feed(seq, growing.uncomputed, tuple(range(ROOT, count - 1)))]) as rows:
             self.start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, grows=True)
         # Commit in place. Unlike `keep` this frees no page, as the tree's steps are about to write there.
         self._rows[seq].clear()
@@ -202,7 +202,7 @@ class GpuRunner(StepLauncher):
         try:
             with self.here():
                 try:
-                    self.reserve(seq, len(sequence.slots), len(sequence.slots) + width * lanes.steps)
+                    self.sequences.reserve(seq, len(sequence.slots), len(sequence.slots) + width * lanes.steps)
                 except CacheFull:  # step by step they may be drafted in the free pages
                     return 0
                 return self._lane_steps(LaneSteps(sequence.table, sequence.slots, lanes, spots), count, hear)
@@ -227,7 +227,7 @@ class GpuRunner(StepLauncher):
         """Start to compute and judge new nodes; a call of the verdicts waits for the device."""
         self.early.begun = None
         work = [feed for feed in work if feed.tokens]
-        with self.here(), self._returning_states(self._wanted(work)), self.appending(work) as rows:
+        with self.here(), self._returning_states(self._wanted(work)), self.sequences.appending(work) as rows:
             spots = [spot for trial in trials for spot in self._spots_of(trial)]
             row_numbers = self._chosen_rows(work, rows, trials, spots)
             if row_numbers is None:
@@ -267,7 +267,7 @@ class GpuRunner(StepLauncher):
             return None
         if not self.is_one_step(rows) or not asking.are_chosen_in_graph(spots):
             return None
-        return asking.trial_rows(trials, asking.rows_in(work, self.first_nodes(work)))
+        return asking.trial_rows(trials, asking.rows_in(work, self.sequences.first_nodes(work)))
 
     def _results(
         self,
@@ -361,13 +361,15 @@ class GpuRunner(StepLauncher):
         self.early.forget_step()
         super().drop_ahead()
 
-    def _copy(self, copies: Sequence[Copy]) -> None:
+    def copy_pages(self, copies: Sequence[Copy]) -> None:
+        """Copy pages of the pool, once the pending moves are made; the step in flight does not read the copies."""
         self.early.forget_step()
-        super()._copy(copies)
+        super().copy_pages(copies)
 
-    def _rewind(self, seq: int, length: int) -> None:
+    def rewinding(self, seq: int) -> None:
+        """Forget steps in flight: a sequence is about to be rolled back."""
         self.early.forget_step()
-        super()._rewind(seq, length)
+        super().rewinding(seq)
 
     def _close(self, seq: int) -> None:
         self.early.close(seq)
