@@ -179,7 +179,7 @@ def bare_step(runner: GpuRunner, context: int) -> float:
     packed, bucket = pack(
         [Rows(table, [1], context, context, [1])], runner.pool.pages * PAGE, least=runner.graphs.step.least
     )
-    with runner.here():
+    with runner.stream.here():
         runner.graphs.bring(packed)
         times = milliseconds(lambda: runner.graphs.run_brought(bucket, count=1), 60, runner.device)
     table.shrink(0)

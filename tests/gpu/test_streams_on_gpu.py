@@ -262,7 +262,7 @@ def test_a_draft_without_memory_leaves_the_text_to_the_target(
 
 def test_each_model_has_a_stream_of_its_own(folders: tuple[Path, Path]) -> None:
     made: list[Any] = [load_native(folder, context_length=300, device="cuda") for folder in folders]
-    streams = {torch.cuda.default_stream().cuda_stream, *(runner.stream.cuda_stream for runner in made)}
+    streams = {torch.cuda.default_stream().cuda_stream, *(runner.stream.cuda.cuda_stream for runner in made)}
     assert len(streams) == 3
 
 

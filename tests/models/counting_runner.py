@@ -8,18 +8,26 @@ from typing import Any
 from specbranch.core.runner import Feed, Judged
 from specbranch.models.gpu.begun import Followed, Received
 from specbranch.models.gpu.early_starts import EarlyStarts
+from specbranch.models.gpu.growing import TextRead
 from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.runners.weak_host import weakly
+
+COUNTS = ("received", "received_right", "followed", "followed_right", "texts_read", "texts_right")
 
 
 class CountingStarts(EarlyStarts):
     """Counts steps started for a tree (`received`) and behind a verdict (`followed`), and texts read ahead."""
 
-    received = received_right = followed = followed_right = texts_read = 0
+    received = received_right = followed = followed_right = texts_read = texts_right = 0
 
     def read_ahead(self, feed: Feed) -> bool:
         read = super().read_ahead(feed)
         self.texts_read += read
         return read
+
+    def took(self, text: TextRead) -> None:
+        super().took(text)
+        self.texts_right += 1
 
     def _begin(self, *given: Any) -> None:
         before = self.step
@@ -44,18 +52,12 @@ class CountingStarts(EarlyStarts):
 class CountingRunner(GpuRunner):
     """The runner under test; it has the counts of its early starts as attributes of its own."""
 
-    texts_right = 0
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.early = self.counts = CountingStarts(self)
+    def _make_early_starts(self) -> EarlyStarts:
+        self.counts = CountingStarts(self.launcher, self.sequences, self.context_length, weakly(self))
+        return self.counts
 
     def __getattr__(self, name: str) -> int:
-        if name in ("received", "received_right", "followed", "followed_right", "texts_read"):
+        if name in COUNTS:
             count: int = getattr(self.counts, name)
             return count
         raise AttributeError(name)
-
-    def _plant(self, growing: Any, room: int, bucket: Any, read: Any) -> None:
-        super()._plant(growing, room, bucket, read)
-        self.texts_right += read is not None

@@ -50,8 +50,8 @@ class RecordingRunner(GpuRunner):
 
     graphs: RecordingGraphs
 
-    def _make_graphs(self, step: GpuStep) -> Graphs:
-        return RecordingGraphs(step, self._most_pages)
+    def _make_graphs(self, step: GpuStep, most_pages: int) -> Graphs:
+        return RecordingGraphs(step, most_pages)
 
 
 def recording(decoder: Decoder, context_length: int, *more: object) -> RecordingRunner:

@@ -492,7 +492,7 @@ class Exercise:
     def settle_moves(self) -> None:
         """A GPU's runner moves KV slots when it next works; this one checks them before."""
         if isinstance(self.runner, GpuRunner):
-            self.runner.up({})
+            self.runner.launcher.up({})
 
 
 @pytest.fixture(scope="module")

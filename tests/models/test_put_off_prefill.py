@@ -408,7 +408,7 @@ class Twins:
         for runner in self.runners:
             runner.flush()
             if isinstance(runner, GpuRunner):
-                runner.up({})
+                runner.launcher.up({})
         for seq in self.open:
             assert self.runners[0].slots(seq).prefix == self.runners[1].slots(seq).prefix
             assert torch.equal(bits(self.runners[0], seq), bits(self.runners[1], seq))
