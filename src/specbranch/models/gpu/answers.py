@@ -9,7 +9,7 @@ its node and on its request only, not on whether other rows are sampled inside t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -76,29 +76,38 @@ class Answers:
     @torch.inference_mode()
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Compute new nodes, and return proposals after them, or after nodes computed before."""
-        launcher, host = self._launcher, self._host
+        host = self._host
         work = [feed for feed in work if feed.tokens]
         host.flush()
         host.drop_ahead()
         self._early.new_draft()
-        with launcher.stream.here(), self._sequences.appending(work) as rows:
+        with self._launcher.stream.here(), self._sequences.appending(work) as rows:
             spots = [host.spot(ask.seq, ask.node, ask) for ask in asks]
-            row_of = asking.rows_in(work, self._sequences.first_nodes(work))
-            row_numbers = [row for ask in asks if (row := row_of(ask.seq, ask.node)) is not None]
-            here = len(row_numbers) == len(asks) > 0 and launcher.is_one_step(rows)
-            count = asking.entries_of(asks, spots) if here else None
-            if count is not None:
-                choosing = asking.choosing_of(
-                    sum(len(part.tokens) for part in rows), zip(row_numbers, spots, strict=True)
-                )
-                ran, results = launcher.chosen(rows, choosing, count)
-                host.hold(work, wide(ran.logits), None)
-            else:
+            results = self._sampled(work, rows, asks, spots)
+            if results is None:
                 arrays = host.sampler.proposing(spots, asks, self._decoder.columns) if asks else {}
                 sent = self._launch(work, rows, arrays, 0)
-        if count is not None:
-            return asking.answers(asks, spots, results()[row_numbers])
+        if results is not None:
+            return asking.answers(asks, spots, results())
         return self._proposed_behind(asks, spots, sent) if asks else []
+
+    def _sampled(
+        self, work: Sequence[Feed], rows: list[Rows], asks: Sequence[Ask], spots: Sequence[Spot]
+    ) -> Callable[[], np.ndarray] | None:
+        """Start a step that samples after all asked nodes; None if a graph alone cannot answer them.
+
+        A call of what is returned waits for the results of the asked rows.
+        """
+        row_of = asking.rows_in(work, self._sequences.first_nodes(work))
+        row_numbers = [row for ask in asks if (row := row_of(ask.seq, ask.node)) is not None]
+        here = len(row_numbers) == len(asks) > 0 and self._launcher.is_one_step(rows)
+        count = asking.entries_of(asks, spots) if here else None
+        if count is None:
+            return None
+        choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(row_numbers, spots, strict=True))
+        ran, results = self._launcher.chosen(rows, choosing, count)
+        self._host.hold(work, wide(ran.logits), None)
+        return lambda: results()[row_numbers]
 
     def _proposed_behind(self, asks: Sequence[Ask], spots: Sequence[Spot], sent: Asked) -> list[Proposal]:
         """Return proposals that are computed behind a graph, with all sampling parameters."""

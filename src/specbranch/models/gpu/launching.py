@@ -141,8 +141,7 @@ class StepLauncher:
         chunks: Sequence[ChunkRows] = (),
     ) -> tuple[np.ndarray, Bucket]:
         """Pack a step for the device."""
-        least, spare = self.graphs.step.least, self.spare
-        return pack(rows, spare, choosing, moves, least, chunks, self._tile_rows)
+        return pack(rows, self.spare, choosing, moves, self.graphs.step.least, chunks, self._tile_rows)
 
     def start_with_prefill(self, rows: list[Rows], choosing: Choosing, timed: bool = True) -> Ran:
         """Run rows as one step that samples, which also computes prefill that was put off."""

@@ -1,8 +1,8 @@
 """The native Runner: one decoder, one pool of KV pages, several sequences in one forward.
 
 Owns the keys and values, and how rows and prefill become forwards on a CPU. Does not own which sequence holds which
-pages (`sequences.py`) or the arithmetic (`forward/decoder.py`). Invariant: all keys and values of a sequence are
-written, or its prefill is pending, when a row of it is computed.
+pages (`sequences.py`) or the arithmetic (`forward/decoder.py`). Invariant: prefill that was put off is computed before
+any row that reads it, or in the same forward.
 """
 
 from __future__ import annotations
