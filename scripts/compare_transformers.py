@@ -177,11 +177,11 @@ def bare_step(runner: GpuRunner, context: int) -> float:
     table = Table(runner.pool)
     table.reach(context + 1)
     packed, bucket = pack(
-        [Rows(table, [1], context, context, [1])], runner.pool.pages * PAGE, least=runner._graphs.step.least
+        [Rows(table, [1], context, context, [1])], runner.pool.pages * PAGE, least=runner.graphs.step.least
     )
-    with runner._here():
-        runner._graphs.bring(packed)
-        times = milliseconds(lambda: runner._graphs.run_brought(bucket, count=1), 60, runner.device)
+    with runner.stream.here():
+        runner.graphs.bring(packed)
+        times = milliseconds(lambda: runner.graphs.run_brought(bucket, count=1), 60, runner.device)
     table.shrink(0)
     return statistics.median(times)
 

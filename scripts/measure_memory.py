@@ -48,7 +48,7 @@ def main() -> None:
         if number % 20 == 19:
             print(f"{number + 1} requests: {taken[-1]:.3f} GB beside weights and pool", flush=True)
     runner.check()
-    graphs = len(runner._graphs._graphs) + len(runner._graphs._warmed)
+    graphs = len(runner.graphs._graphs) + len(runner.graphs._warmed)
     grown = taken[-1] - taken[len(taken) // 2]
     print(f"{graphs} graphs; {max(taken):.3f} GB at most, {grown:+.3f} GB over the second half")
     found: dict[str, Any] = {

@@ -54,7 +54,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = Path(tmp_path_factory.mktemp(kind))
     model.save_pretrained(folder)
     made = load_native(folder, context_length=2000, device="cuda", dtype=dtype, cache_tokens=700 * 256)
-    assert isinstance(made._graphs.step, KernelStep) == (dtype != "float32")  # type: ignore[attr-defined]
+    assert isinstance(made.graphs.step, KernelStep) == (dtype != "float32")  # type: ignore[attr-defined]
     return made
 
 
@@ -62,7 +62,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def runner(loaded: NativeRunner) -> Iterator[NativeRunner]:
     """One model for many tests; what a failed one left open is closed."""
     yield loaded
-    for seq in list(loaded._sequences):
+    for seq in list(loaded.sequences):
         loaded.close(seq)
 
 
@@ -104,7 +104,7 @@ def test_a_row_has_the_same_bits_among_many(count: int, runner: NativeRunner) ->
         runner.extend(seq, text)
     runner.flush()
     torch.cuda.synchronize()
-    runner.memory.data[runner._sequences[1].table.pages[0], :, :, :, 0] = float("nan")
+    runner.memory.data[runner.sequences[1].table.pages[0], :, :, :, 0] = float("nan")
     feeds = [Feed(seq, (seq % 300,), (ROOT,)) for seq in range(count)]
     alone = [runner.score([feed])[0][0] for feed in feeds if feed.seq % 17 == 0]
     for seq in range(count):

@@ -63,7 +63,7 @@ def read(runner: NativeRunner, seq: int, text: list[int]) -> torch.Tensor:
     runner.open(seq, GREEDY)
     runner.extend(seq, text)
     runner.flush()
-    kv_slots = runner._sequences[seq].table.flat(np.arange(len(text)))
+    kv_slots = runner.sequences[seq].table.flat(np.arange(len(text)))
     torch.cuda.synchronize()  # it was read on the runner's own stream
     return runner.memory.data[torch.from_numpy(kv_slots // PAGE), :, :, :, torch.from_numpy(kv_slots % PAGE)].cpu()
 
@@ -146,7 +146,7 @@ def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(
     expected = read(runner, 0, tokens(6000))
     runner.close(0)
     runner.open(0, GREEDY)
-    real, left = runner._graphs.run_brought, [1]  # type: ignore[attr-defined]
+    real, left = runner.graphs.run_brought, [1]  # type: ignore[attr-defined]
 
     def interrupted(*given: Any) -> None:
         real(*given)
@@ -155,7 +155,7 @@ def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(
         left[0] -= 1
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(runner._graphs, "run_brought", interrupted)  # type: ignore[attr-defined]
+        patch.setattr(runner.graphs, "run_brought", interrupted)  # type: ignore[attr-defined]
         runner.extend(0, tokens(6000))
         runner.flush()
     runner.check()

@@ -46,7 +46,7 @@ def made(request: pytest.FixtureRequest) -> tuple[GpuRunner, Read, Read]:
     shape, dtype = request.param
     with torch.inference_mode():
         runner = GpuRunner(random_decoder(SHAPES[shape], "cuda", dtype), CONTEXT, pages=PAGES)
-    assert isinstance(runner._graphs.step, KernelStep)
+    assert isinstance(runner.graphs.step, KernelStep)
     runner.prefix_cache = False
     return runner, read_alone(runner, CHUNKS[-1]), read_others_alone(runner)
 
@@ -56,7 +56,7 @@ def given(made: tuple[GpuRunner, Read, Read]) -> Iterator[tuple[GpuRunner, Read,
     """The same for many tests; what a failed one left open is closed."""
     yield made
     runner = made[0]
-    for seq in list(runner._sequences):
+    for seq in list(runner.sequences):
         runner.close(seq)
     runner.check()
     assert runner.pool.free == runner.pool.pages

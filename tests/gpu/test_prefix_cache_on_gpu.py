@@ -61,7 +61,7 @@ def both(loaded: list[NativeRunner]) -> Iterator[list[NativeRunner]]:
     """Models for many tests; what was left open is closed, and nothing stays known."""
     yield loaded
     for runner in loaded:
-        for seq in list(runner._sequences):
+        for seq in list(runner.sequences):
             runner.close(seq)
         runner.pool.drop(runner.pool.take(runner.pool.pages))
         runner.check()

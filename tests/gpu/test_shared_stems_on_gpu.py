@@ -39,7 +39,7 @@ def stems_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def load(pair: tuple[str, str], executor: ExecutorName = "serial", dtype: str = "bfloat16", **options: Any) -> LLM:
     given = {"context_length": STEM_CONTEXT, "keep_experience": False, **options}
     llm = LLM(*pair, device="cuda", dtype=dtype, executor=executor, options=given)
-    assert isinstance(llm.target_runner._graphs.step, KernelStep) == (dtype != "float32")  # type: ignore[attr-defined]
+    assert isinstance(llm.target_runner.graphs.step, KernelStep) == (dtype != "float32")  # type: ignore[attr-defined]
     return llm
 
 

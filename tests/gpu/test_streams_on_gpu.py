@@ -173,14 +173,14 @@ def test_both_models_are_at_work_at_the_same_time(executor: Streams, monkeypatch
     prompt = tuple(some_tokens(40))
     executor.open(0, Request(SamplingParams(), 0, len(prompt)))
     executor.run({0: ordered(0, prompt, 8)})
-    real = runner._graphs.run_brought
+    real = runner.graphs.run_brought
 
     def slowly(*given: Any, **named: Any) -> Any:
         ran = real(*given, **named)
         torch.cuda._sleep(LONG)
         return ran
 
-    monkeypatch.setattr(runner._graphs, "run_brought", slowly)
+    monkeypatch.setattr(runner.graphs, "run_brought", slowly)
     executor.run({0: ordered(40, (5,), 8)})  # whatever has to be captured is now: a quick target would end that early
     started = time.perf_counter()
     report = executor.run({0: ordered(41, (6,), 8)})[0]
@@ -262,7 +262,7 @@ def test_a_draft_without_memory_leaves_the_text_to_the_target(
 
 def test_each_model_has_a_stream_of_its_own(folders: tuple[Path, Path]) -> None:
     made: list[Any] = [load_native(folder, context_length=300, device="cuda") for folder in folders]
-    streams = {torch.cuda.default_stream().cuda_stream, *(runner._stream.cuda_stream for runner in made)}
+    streams = {torch.cuda.default_stream().cuda_stream, *(runner.stream.cuda.cuda_stream for runner in made)}
     assert len(streams) == 3
 
 

@@ -75,7 +75,7 @@ def answer(llm: LLM, size: int) -> list[tuple[int, ...]]:
 def test_nothing_is_captured_after_the_load(method: str, size: int, models: tuple[str, str]) -> None:
     with loaded(models, method, size) as llm:
         runner = llm.target_runner
-        assert isinstance(runner, GpuRunner) and isinstance(runner._graphs.step, KernelStep)
+        assert isinstance(runner, GpuRunner) and isinstance(runner.graphs.step, KernelStep)
         assert llm.late_captures == 0
         answer(llm, size)
         assert llm.late_captures == 0
@@ -100,10 +100,10 @@ def test_each_kind_of_step_is_timed_and_takes_some_memory(models: tuple[str, str
         for runner in llm.core.models.runners:
             assert isinstance(runner, GpuRunner)
             times = runner.step_times()
-            assert 5 < len(times) <= len(runner._graphs._warmed)
+            assert 5 < len(times) <= len(runner.graphs._warmed)
             assert all(0.0 < time.seconds < 1.0 for time in times)
             assert runner.forward_seconds(1) is not None
-            assert runner._graphs.warm_up_bytes >= 0  # of this process, whatever others on the GPU free
+            assert runner.graphs.warm_up_bytes >= 0  # of this process, whatever others on the GPU free
 
 
 def forget_kernels() -> None:

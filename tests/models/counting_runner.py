@@ -7,10 +7,15 @@ from typing import Any
 
 from specbranch.core.runner import Feed, Judged
 from specbranch.models.gpu.begun import Followed, Received
+from specbranch.models.gpu.early_starts import EarlyStarts
+from specbranch.models.gpu.growing import TextRead
 from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.runners.weak_host import weakly
+
+COUNTS = ("received", "received_right", "followed", "followed_right", "texts_read", "texts_right")
 
 
-class CountingRunner(GpuRunner):
+class CountingStarts(EarlyStarts):
     """Counts steps started for a tree (`received`) and behind a verdict (`followed`), and texts read ahead."""
 
     received = received_right = followed = followed_right = texts_read = texts_right = 0
@@ -20,25 +25,39 @@ class CountingRunner(GpuRunner):
         self.texts_read += read
         return read
 
-    def _plant(self, growing: Any, room: int, bucket: Any, read: Any) -> None:
-        super()._plant(growing, room, bucket, read)
-        self.texts_right += read is not None
+    def took(self, text: TextRead) -> None:
+        super().took(text)
+        self.texts_right += 1
 
     def _begin(self, *given: Any) -> None:
-        before = self._ahead
+        before = self.step
         super()._begin(*given)
-        self.received += self._ahead is not before and isinstance(self._ahead, Received)
+        self.received += self.step is not before and isinstance(self.step, Received)
 
-    def _follow(self, *given: Any) -> Judged:
-        before = self._ahead
-        found = super()._follow(*given)
-        self.followed += self._ahead is not before and isinstance(self._ahead, Followed)
+    def follow(self, *given: Any) -> Judged:
+        before = self.step
+        found = super().follow(*given)
+        self.followed += self.step is not before and isinstance(self.step, Followed)
         return found
 
-    def _results(self, work: Sequence[Feed], *given: Any) -> Any:
-        ahead = self._ahead
-        found = super()._results(work, *given)
-        right = ahead is not None and found is ahead.results
-        self.received_right += right and isinstance(ahead, Received)
-        self.followed_right += right and isinstance(ahead, Followed)
+    def taken(self, work: Sequence[Feed], *given: Any) -> Any:
+        step = self.step
+        found = super().taken(work, *given)
+        right = step is not None and found is step.results
+        self.received_right += right and isinstance(step, Received)
+        self.followed_right += right and isinstance(step, Followed)
         return found
+
+
+class CountingRunner(GpuRunner):
+    """The runner under test; it has the counts of its early starts as attributes of its own."""
+
+    def _make_early_starts(self) -> EarlyStarts:
+        self.counts = CountingStarts(self.launcher, self.sequences, self.context_length, weakly(self))
+        return self.counts
+
+    def __getattr__(self, name: str) -> int:
+        if name in COUNTS:
+            count: int = getattr(self.counts, name)
+            return count
+        raise AttributeError(name)

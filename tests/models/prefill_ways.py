@@ -189,7 +189,7 @@ def held(runner: NativeRunner, seq: int) -> torch.Tensor:
     """Return the KV cache of a sequence's prefix [tokens, layers, 2, kv_heads, head_dim]."""
     if runner.device.type == "cuda":
         torch.cuda.synchronize()  # it was written on the runner's own stream
-    sequence = runner._sequences[seq]
+    sequence = runner.sequences[seq]
     kv_slots = sequence.table.flat(np.arange(len(sequence.slots.prefix)))
     pages, slots = torch.from_numpy(kv_slots // PAGE), torch.from_numpy(kv_slots % PAGE)
     return runner.memory.data[pages, :, :, :, slots].cpu().clone()

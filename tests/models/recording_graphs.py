@@ -48,13 +48,10 @@ class RecordingGraphs(Graphs):
 class RecordingRunner(GpuRunner):
     """The runner under test, with such graphs."""
 
-    def _make_graphs(self, step: GpuStep) -> Graphs:
-        return RecordingGraphs(step, self._most_pages)
+    graphs: RecordingGraphs
 
-    @property
-    def graphs(self) -> RecordingGraphs:
-        assert isinstance(self._graphs, RecordingGraphs)
-        return self._graphs
+    def _make_graphs(self, step: GpuStep, most_pages: int) -> Graphs:
+        return RecordingGraphs(step, most_pages)
 
 
 def recording(decoder: Decoder, context_length: int, *more: object) -> RecordingRunner:

@@ -93,7 +93,7 @@ def stored_and_exact(folder: Path, cache_dtype: str) -> tuple[torch.Tensor, torc
     for runner in (loaded(folder, cache_dtype), loaded(folder, None)):
         runner.open(0, GREEDY)
         runner.score([Feed(0, (7,), (ROOT,))])
-        found.append(runner.memory.data[runner._sequences[0].table.pages[0], 0, :, :, 0])
+        found.append(runner.memory.data[runner.sequences[0].table.pages[0], 0, :, :, 0])
     return found[0], found[1]
 
 
@@ -155,7 +155,7 @@ def test_what_was_read_has_the_bits_of_what_was_scored(cache_dtype: str, folders
                 some = text[start : start + 50]
                 runner.score([Feed(seq, tuple(some), tuple(range(ROOT, len(some) - 1)))])
                 runner.keep(seq, tuple(range(len(some))), len(some))
-        held.append(runner.memory.data[runner._sequences[seq].table.pages[0], :, :, :, : len(text)])
+        held.append(runner.memory.data[runner.sequences[seq].table.pages[0], :, :, :, : len(text)])
     assert torch.equal(*held)
 
 

@@ -52,7 +52,7 @@ def read(runner: NativeRunner, seq: int, tokens: Sequence[int]) -> torch.Tensor:
 
 def cache(runner: NativeRunner, seq: int) -> torch.Tensor:
     runner.flush()
-    held = runner._sequences[seq]
+    held = runner.sequences[seq]
     kv_slots = held.table.flat(np.arange(len(held.slots.prefix)))
     return runner.memory.data[kv_slots // PAGE, :, :, :, kv_slots % PAGE].movedim(0, 3).clone()
 
@@ -81,7 +81,7 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
     runner.extend(0, tokens[30:])
     runner.flush()
     assert [step.positions[0].item() for step in steps] == [0, 30, 100, 200, 300, 400, 500]
-    pages, flat = runner._sequences[0].table.pages, runner._sequences[0].table.flat(np.arange(530))
+    pages, flat = runner.sequences[0].table.pages, runner.sequences[0].table.flat(np.arange(530))
     for step in steps:
         (part,) = step.parts
         assert isinstance(part.sees, ChunkView)
@@ -106,12 +106,12 @@ def test_chunks_of_every_size_fill_the_cache_alike(chunk: int, runner: NativeRun
 def test_a_prompt_that_is_read_again_has_the_same_bits_in_other_pages(chunk: int, runner: NativeRunner) -> None:
     runner.prefill_chunk = chunk
     expected = read(runner, 0, some_tokens(600))
-    before = list(runner._sequences[0].table.pages)
+    before = list(runner.sequences[0].table.pages)
     runner.open(1, GREEDY)
     runner.demand(1, 1)
     runner.close(0)
     assert torch.equal(read(runner, 0, some_tokens(600)), expected)
-    assert runner._sequences[0].table.pages != before
+    assert runner.sequences[0].table.pages != before
     runner.rewind(0, 0)
     runner.extend(0, some_tokens(600))
     assert torch.equal(cache(runner, 0), expected)

@@ -127,7 +127,7 @@ def assert_grown_alike(
         assert grown == expected
         for drafter in (at_once, in_steps):
             drafter.runner.check()  # type: ignore[attr-defined]
-            held = drafter.runner._sequences[0]  # type: ignore[attr-defined]
+            held = drafter.runner.sequences[0]  # type: ignore[attr-defined]
             assert len(held.table.pages) == -(-len(held.slots) // PAGE), "a page was given back, or kept for nothing"
         slots, others = (drafter.slots(0) for drafter in (at_once, in_steps))
         assert (slots.prefix, slots.tokens, slots.parents) == (others.prefix, others.tokens, others.parents)
@@ -203,15 +203,15 @@ def test_a_tree_is_never_extended_in_a_page_that_another_sequence_writes_to(deco
     drafter = Drafter(runner)
     drafter.open(0, GREEDY)
     drafter.draft({0: Grow(Context(0, tuple(prompt)), NO_TREE, some_growth(rng), 0)}, done_after(99))
-    pages, growing = runner._sequences[0].table.pages, Growing(1, (prompt[-1],), NO_TREE, {}, some_growth(rng))
+    pages, growing = runner.sequences[0].table.pages, Growing(1, (prompt[-1],), NO_TREE, {}, some_growth(rng))
     bits = runner.memory.data.view(torch.int64)  # what was never written may be no number
     before = bits[pages].clone()
     for seq in (1, 2):
         runner.open(seq, GREEDY)
-    assert runner.recall(1, prompt[:-1]) == PROMPT - 1 and runner._sequences[1].table.pages == pages
+    assert runner.recall(1, prompt[:-1]) == PROMPT - 1 and runner.sequences[1].table.pages == pages
     runner.extend(2, prompt[::-1])
     assert runner.grow(growing, done_after(99)) is None  # there is no page to copy it to
     runner.close(2)
     assert runner.grow(growing, done_after(99)) is not None
-    assert runner._sequences[1].table.pages != pages and torch.equal(bits[pages], before)
+    assert runner.sequences[1].table.pages != pages and torch.equal(bits[pages], before)
     runner.check()

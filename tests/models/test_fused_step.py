@@ -190,7 +190,7 @@ def poison(runner: NativeRunner, seq: int) -> Feed:
     runner.open(seq, GREEDY)
     runner.extend(seq, some_tokens(5))
     runner.flush()
-    runner.memory.data[runner._sequences[seq].table.pages] = float("nan")
+    runner.memory.data[runner.sequences[seq].table.pages] = float("nan")
     return Feed(seq, (1,), (ROOT,))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -336,7 +338,7 @@ class Ring(Transfer):
 
 def ringed(decoder: Any) -> GpuRunner:
     runner = GpuRunner(decoder, 600)
-    runner.transfer = Ring()
+    runner.transfer = runner.launcher.transfer = Ring()
     runner.limit(VOCABULARY)
     return runner
 
@@ -382,7 +384,7 @@ class Interrupted(Transfer):
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_an_interrupt_loses_no_move(logprobs: int | None, decoder: Any) -> None:
     runner, plain = GpuRunner(decoder, 600), NativeRunner(decoder, 600)
-    runner.transfer = interrupted = Interrupted(torch.device("cpu"))
+    runner.transfer = runner.launcher.transfer = interrupted = Interrupted(torch.device("cpu"))
     text, verifier = some_tokens(40), Verifier(runner)
     verifier.open(0, Request(SamplingParams(temperature=0.0, logprobs=logprobs), 0, len(text)))
     runner.extend(0, text[:-1])
@@ -424,9 +426,9 @@ def test_a_fork_leaves_what_it_shares_as_it_was(how: str, both: tuple[NativeRunn
         for seq in range(2):
             runner.open(seq, REQUESTS["greedy"])
         runner.extend(0, text)
-        held = runner._sequences[1]
+        held = runner.sequences[1]
         held.slots.extend(text[:100])
-        held.table.pages = runner._sequences[0].table.fork(100).pages
+        held.table.pages = runner.sequences[0].table.fork(100).pages
         if how == "extend":
             runner.extend(1, some_tokens(200, seed=5))
         else:
@@ -471,3 +473,22 @@ def test_a_runner_tells_what_a_step_is_padded_to(decoder: Any) -> None:
     for rows in (1, 2, 4, 5, 16, 17, 33, 100):
         step = bucket_of([rows_of_chunk(table, [1] * rows, 0)])
         assert runner.padded(rows) == step.rows
+
+
+def test_a_runner_that_is_dropped_is_gone_at_once(decoder: Any) -> None:
+    """It holds much memory, which must not wait for the garbage collector."""
+    runner = GpuRunner(decoder, 600)
+    runner.open(0, REQUESTS["greedy"])
+    runner.extend(0, some_tokens(20))
+    runner.propose([Feed(0, (3, 4), (ROOT, 0))], [Ask(0, 1)])
+    runner.verify([Feed(0, (5,), (1,))], [Trial(0, Verify(Context(0, (*some_tokens(20), 3, 4)), (5,)), 1, (2,))])()
+    runner.keep(0, (), 0)
+    step = runner.decode({0: [*some_tokens(20), 3]}, {0})
+    assert step is not None and step.sampled()
+    held = weakref.ref(runner)
+    gc.disable()
+    try:
+        del runner, step
+        assert held() is None
+    finally:
+        gc.enable()

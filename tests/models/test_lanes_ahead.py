@@ -132,8 +132,8 @@ def test_a_draft_that_makes_no_sense_is_found_out_ahead_too(decoder: Any) -> Non
             found[:, 2] = float("nan")
         return found
 
-    plain = runner._chosen
-    runner._chosen = lambda *given: (lambda ran, line: (ran, lambda: spoilt(line)))(*plain(*given))  # type: ignore[assignment, method-assign, return-value]
+    plain = runner.launcher.chosen
+    runner.launcher.chosen = lambda *given: (lambda ran, line: (ran, lambda: spoilt(line)))(*plain(*given))  # type: ignore[assignment, method-assign, return-value]
     with pytest.raises(NoNumber):
         drafter.draft({0: Draft(Context(0, tuple(some_tokens(20, seed=20))), Plan(6))})
     assert heard == [2]

@@ -20,8 +20,7 @@ from specbranch.core.slots import ROOT
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.models.gpu import launching, stream_clock
-from specbranch.models.gpu.own_stream import own_stream
+from specbranch.models.gpu import own_stream, stream_clock
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.stream_clock import StreamClock
 from specbranch.models.loading import load_native
@@ -81,7 +80,7 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def streaming(monkeypatch: pytest.MonkeyPatch) -> Streaming:
     found = Streaming()
-    monkeypatch.setattr(launching, "OnStream", found.on)
+    monkeypatch.setattr(own_stream, "OnStream", found.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found.current[-1])
     return found
 
@@ -94,7 +93,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def runner_on(decoder: Any, stream: Stream) -> Any:
     runner: Any = GpuRunner(decoder, 300)
-    runner._stream = stream
+    runner.stream.cuda = stream
     return runner
 
 
@@ -151,9 +150,9 @@ def test_a_copied_page_is_copied_on_the_own_stream(decoder: Any, streaming: Stre
     for seq in range(2):
         runner.open(seq, Request(SamplingParams(), 0, 4))
     runner.extend(0, some_tokens(150))
-    held = runner._sequences[1]
+    held = runner.sequences[1]
     held.slots.extend(some_tokens(150)[:100])
-    held.table.pages = runner._sequences[0].table.fork(100).pages
+    held.table.pages = runner.sequences[0].table.fork(100).pages
     with Launches(streaming) as launches:
         runner.demand(1, 3)
     assert launches.seen and not launches.astray
@@ -166,7 +165,7 @@ class Owner:
 def test_what_a_stream_may_still_write_to_is_held_until_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, owner = Stream(), Owner()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    assert own_stream(owner, torch.device("cpu")) is stream
+    assert own_stream.own_stream(owner, torch.device("cpu")) is stream
     assert stream.synchronized == 0
     del owner
     gc.collect()

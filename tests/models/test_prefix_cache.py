@@ -39,7 +39,7 @@ from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
-from specbranch.models.runners import native, pending_prefill
+from specbranch.models.runners import native, pending_prefill, sequences
 from specbranch.models.runners.native import NativeRunner
 from tiers import each_value, tiered
 from tiny_models import GREEDY, saved, some_tokens, tiny
@@ -73,7 +73,7 @@ def made(kind: str, decoder: Decoder, chunk: int = 256, pages: int = 16) -> Nati
 def held_bits(runner: NativeRunner, seq: int) -> torch.Tensor:
     """All that is in the cache of a sequence's prefix."""
     runner.flush()
-    held = runner._sequences[seq]
+    held = runner.sequences[seq]
     kv_slots = held.table.flat(np.arange(len(held.slots.prefix)))
     return runner.memory.data[kv_slots // PAGE, :, :, :, kv_slots % PAGE].clone()
 
@@ -132,7 +132,7 @@ def test_a_prompt_that_begins_like_another_has_the_bits_of_reading_it(kind: str,
         runner.check()
         if seq % 2:
             runner.close(seq)
-    for seq in list(runner._sequences):
+    for seq in list(runner.sequences):
         runner.close(seq)
     runner.check()
     assert runner.pool.free == runner.pool.pages and runner.pool.idle > 0
@@ -269,7 +269,7 @@ def test_kv_slots_that_only_cache_a_prompt_count_as_free(decoder: Decoder) -> No
 class Interrupts:
     """Raises KeyboardInterrupt before the n-th line that is run in the files that keep account of pages."""
 
-    FILES = (pages.__file__, native.__file__, pending_prefill.__file__)
+    FILES = (pages.__file__, native.__file__, sequences.__file__, pending_prefill.__file__)
 
     def __init__(self) -> None:
         self.left = 0
@@ -352,7 +352,7 @@ def test_an_interrupt_at_any_line_leaves_pages_in_order_and_nothing_wrong_known(
                 doing(runner)
         except KeyboardInterrupt:
             if doing in (rewind, drop):  # it leaves the counting to who fails next
-                runner._recount_pages()
+                runner.sequences.recount_pages()
             runner.check()
         else:
             assert interrupts.left > 0
@@ -401,7 +401,7 @@ class Exercise:
                     what(seq)
             except CacheFull:
                 self.full += 1
-            if seq in self.runner._sequences:
+            if seq in self.runner.sequences:
                 self.bits[seq] = held_bits(self.runner, seq)
             self.evicted += self.runner.pool.idle < idle and what in (self.step, self.write)
             self.check()
@@ -438,7 +438,7 @@ class Exercise:
     def interrupts(self) -> Iterator[None]:
         """Now and then have the next copy, or one of the next chunks, interrupted."""
         runner, left = self.runner, [self.rng.randrange(4)]
-        real = {name: getattr(runner, name) for name in ("_store_chunks", "_copy")}
+        real = {name: getattr(runner, name) for name in ("_store_chunks", "copy_pages")}
 
         def interrupted(name: str, *given: Any) -> None:
             left[0] -= 1
@@ -480,9 +480,9 @@ class Exercise:
         """Another sequence that shares the beginning of this one, wherever that ends."""
         length, other = self.rng.randint(0, len(self.runner.slots(seq).prefix)), next(self.numbers)
         self.runner.open(other, GREEDY)
-        held = self.runner._sequences[other]
+        held = self.runner.sequences[other]
         held.slots.extend(self.runner.slots(seq).prefix[:length])
-        held.table.pages = self.runner._sequences[seq].table.fork(length).pages
+        held.table.pages = self.runner.sequences[seq].table.fork(length).pages
         self.bits[other] = held_bits(self.runner, other)
 
     def close(self, seq: int) -> None:
@@ -492,7 +492,7 @@ class Exercise:
     def settle_moves(self) -> None:
         """A GPU's runner moves KV slots when it next works; this one checks them before."""
         if isinstance(self.runner, GpuRunner):
-            self.runner._up({})
+            self.runner.launcher.up({})
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def bits(runner: NativeRunner, seq: int) -> torch.Tensor:
     """What the cache holds of a sequence, without computing what was put off."""
-    held = runner._sequences[seq]
+    held = runner.sequences[seq]
     kv_slots = held.table.flat(np.arange(len(held.slots.prefix)))
     return runner.memory.data[kv_slots // PAGE, :, :, :, kv_slots % PAGE].clone()
 
@@ -109,7 +109,7 @@ def test_the_next_forward_computes_what_was_put_off_first(how: str, made: Any) -
     arguments = () if how in ("feed", "score") else ((),)
     getattr(runner, how)([Feed(0, (7,), (ROOT,))], *arguments)
     assert torch.equal(bits(runner, 1), alone(made, prompt)[0])
-    assert not runner._pending
+    assert not runner.sequences.pending
 
 
 def test_the_compiled_step_takes_chunks_of_several_sequences_in_one_call(
@@ -200,7 +200,7 @@ def test_what_is_rolled_back_or_closed_is_not_computed(made: Any) -> None:
 def test_the_prefix_cache_serves_nothing_that_is_not_computed(made: Any) -> None:
     runner, prompt = made(), tuple(some_tokens(600))
     begin(runner, [prompt])
-    if not runner._pending:
+    if not runner.sequences.pending:
         pytest.skip("it puts nothing off")
     runner.close(0)
     assert runner.pool.idle == 0
@@ -212,16 +212,16 @@ def test_a_prompt_waits_only_for_pending_chunks_that_serve_it(made: Any) -> None
     runner, prompt = made(), tuple(some_tokens(600))
     others = (*prompt[:255], 1, *prompt[:50]), (*prompt[:20], 3)
     begin(runner, [prompt])
-    if not runner._pending:
+    if not runner.sequences.pending:
         pytest.skip("it puts nothing off")
     for seq, other in enumerate(others, 1):
         runner.open(seq, GREEDY)
         assert runner.recall(seq, other) == 0
-    assert runner._pending
+    assert runner.sequences.pending
     for seq, (asked, known) in enumerate([(prompt, 600), ((*prompt[:300], 1), 256), (prompt[:40], 0)], 3):
         runner.open(seq, GREEDY)
         assert runner.recall(seq, asked) == known
-    assert not runner._pending
+    assert not runner.sequences.pending
     expected = alone(made, prompt)[0]
     assert torch.equal(bits(runner, 3), expected) and torch.equal(bits(runner, 4), expected[:256])
 
@@ -279,11 +279,13 @@ def rounds(executor: Serial, texts: dict[int, list[int]], interrupted: Callable[
 
 
 @each_value
-@pytest.mark.parametrize("name", ["_store_chunks", "_forward", "_publish", "_reserve"])
+@pytest.mark.parametrize("name", ["_store_chunks", "_forward", "sequences.publish", "sequences.reserve"])
 def test_rounds_that_are_interrupted_anywhere_and_repeated_give_the_same_texts(name: str, made: Any) -> None:
     def decoded(interrupts: Iterator[bool]) -> tuple[list[list[int]], int]:
         runner, count = made(), 0
-        real = getattr(runner, name)
+        part, _, method = name.rpartition(".")
+        owner = getattr(runner, part) if part else runner
+        real = getattr(owner, method)
 
         def interrupted(*given: Any) -> Any:
             nonlocal count
@@ -294,11 +296,11 @@ def test_rounds_that_are_interrupted_anywhere_and_repeated_give_the_same_texts(n
 
         @contextmanager
         def patched() -> Iterator[None]:
-            setattr(runner, name, interrupted)
+            setattr(owner, method, interrupted)
             try:
                 yield
             finally:
-                setattr(runner, name, real)
+                setattr(owner, method, real)
 
         verifier = Verifier(runner)
         texts = {seq: list(PROMPTS[at]) for seq, at in enumerate((0, 4, 2))}
@@ -335,7 +337,7 @@ class Twins:
             what = self.rng.choice((self.ask, self.ask, self.more, self.rewind, self.decode, self.close))
             what() if self.open else self.ask()
             self.runners[1].flush()
-            self.put_off += bool(self.runners[0]._pending)
+            self.put_off += bool(self.runners[0].sequences.pending)
             for runner in self.runners:
                 runner.check()
             if self.rng.random() < 0.2:
@@ -406,7 +408,7 @@ class Twins:
         for runner in self.runners:
             runner.flush()
             if isinstance(runner, GpuRunner):
-                runner._up({})
+                runner.launcher.up({})
         for seq in self.open:
             assert self.runners[0].slots(seq).prefix == self.runners[1].slots(seq).prefix
             assert torch.equal(bits(self.runners[0], seq), bits(self.runners[1], seq))

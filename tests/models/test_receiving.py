@@ -24,10 +24,10 @@ from specbranch.core.trees import Node, Tree
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.models.cache.kv_memory import Table
-from specbranch.models.gpu.growing import NO_MOVES, _noise
+from specbranch.models.gpu.growing import _noise
 from specbranch.models.gpu.layout import SMALLEST_BUCKET, Bucket, packed_size, views
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected
-from specbranch.models.gpu.tree_layout import DEEPEST
+from specbranch.models.gpu.tree_layout import DEEPEST, NO_MOVES
 from specbranch.models.gpu.tree_layout import TREE_AT as TREE_AT
 from specbranch.models.gpu.trees import DeviceTree
 from test_device_trees import some_growth

@@ -31,7 +31,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> NativeRunner:
 
 def opened(runner: NativeRunner, prompt: int) -> Verifier:
     """A worker with a session 0 and nothing read of it."""
-    if 0 in runner._sequences:
+    if 0 in runner.sequences:
         runner.close(0)
     verifier = Verifier(runner)
     verifier.open(0, Request(SamplingParams(), 0, prompt))

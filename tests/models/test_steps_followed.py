@@ -111,7 +111,7 @@ def test_a_sheet_holds_what_is_packed_for_its_rows(params: SamplingParams, decod
     runner, request = GpuRunner(decoder, 600), Request(params, 5, 20)
     runner.open(0, request)
     runner.extend(0, some_tokens(270))
-    table, spare = runner._sequences[0].table, runner.pool.pages * PAGE
+    table, spare = runner.sequences[0].table, runner.pool.pages * PAGE
     sheets = ChainSheets(spare, SMALLEST_BUCKET, 316)
     starts = (3, 40, 190, 200, 256, 300)
     sheets.write(0, request, table, (*starts, 301), lambda: False, (16, 4, 1))

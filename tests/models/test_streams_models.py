@@ -69,7 +69,7 @@ def executor(
     decoders: tuple[Any, Any], kind: type[Serial] = Streams, draft: type[NativeRunner] = CountingRunner
 ) -> tuple[Serial, Late]:
     target, late = CountingRunner(decoders[0], 300), Late()
-    target.transfer = late
+    target.transfer = target.launcher.transfer = late
     target.limit(target.vocabulary)
     return kind(Verifier(target), Drafter(draft(decoders[1], 300))), late
 

@@ -81,8 +81,8 @@ def test_a_step_is_launched_with_the_verdict_on_a_tree_and_makes_its_moves(
 
     def kept(seq: int, nodes: Any, commit: int) -> None:
         keep(seq, nodes, commit)
-        if sys._getframe(1).f_code.co_name == "_follow":
-            moved.append(len(target._moves))
+        if sys._getframe(1).f_code.co_name == "follow":
+            moved.append(len(target.launcher.moves))
 
     monkeypatch.setattr(target, "keep", kept)
     for number in range(8):

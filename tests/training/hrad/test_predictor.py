@@ -227,7 +227,7 @@ def layers_shown(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     shown, score = list[int](), runner._score
 
     def noted(work: Sequence[Feed]) -> object:
-        shown.append(runner._state_layers)
+        shown.append(runner.state_layers)
         return score(work)
 
     monkeypatch.setattr(runner, "_score", noted)

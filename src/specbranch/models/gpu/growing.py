@@ -24,11 +24,9 @@ from specbranch.models.gpu import asking
 from specbranch.models.gpu.layout import Bucket
 from specbranch.models.gpu.step import Graphs
 from specbranch.models.gpu.stream_clock import DeviceMoment
-from specbranch.models.gpu.tree_layout import DEEPEST, DEVICE_NODES, ENTRIES, LANES, TREE_MOVES
+from specbranch.models.gpu.tree_layout import DEEPEST, DEVICE_NODES, ENTRIES, LANES
 from specbranch.models.gpu.trees import GROWTH_STEPS, DeviceTree, NoiseKeys, growing_bucket
 from specbranch.models.sampling.sheet import is_noisy, temperature_of
-
-NO_MOVES = np.zeros((2, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +74,6 @@ class TreeGrower:
     def bucket(self) -> Bucket:
         """Return the bucket of all steps of a tree."""
         return growing_bucket(self._graphs.step.least)
-
-    def carries(self, moves: np.ndarray) -> bool:
-        """True if the first step of a tree can make these moves."""
-        return self._graphs.step.moves and moves.shape[1] <= TREE_MOVES
 
     def plant(
         self,

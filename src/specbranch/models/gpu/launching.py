@@ -1,251 +1,124 @@
-"""The native Runner's steps on a GPU: they are packed, copied up and launched, and their rows of logits are kept.
+"""The steps of a model on a GPU: they are packed, copied up and launched.
 
-Owns the order of a step: the host appends nodes, one copy brings all inputs up, a CUDA graph runs, one read brings the
-results. Does not own what a step computes (`runner.py`, `step.py`). Invariants: only that read waits for the device.
-Pending moves of KV slots come before anything else is read or written. All work of a runner goes to its one stream
-(`_here`), so two models overlap and neither waits for the other.
+Owns the order of a step: one copy brings all inputs up, a CUDA graph runs, one read brings the results. Owns moves of
+KV slots that wait for the next step. Does not own what a step computes (`step.py`), or what is asked of its rows
+(`answers.py`). Invariants: only that read waits for the device. Pending moves of KV slots come before anything else is
+read or written. All work goes to the runner's one stream (`own_stream.py`), so two models overlap and neither waits for
+the other.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.core.pages import PAGE, Copy
-from specbranch.core.request import Request, Spot
-from specbranch.core.runner import Feed, PlainStep
-from specbranch.core.slots import TAIL
-from specbranch.core.warm_up import ForwardSizes, StepTime, not_late
-from specbranch.models.cache.kv_memory import Table
+from specbranch.core.request import Request
+from specbranch.models.cache.kv_memory import Memory
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import ChunkRows, Rows, split_into_steps
-from specbranch.models.forward.transfer import Reading
-from specbranch.models.gpu import asking
+from specbranch.models.forward.transfer import Reading, Transfer
 from specbranch.models.gpu.attention import chunk_tile_rows, most_partial_rows
-from specbranch.models.gpu.begun import Followed, Received
-from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.decode_rows import DecodeRows
-from specbranch.models.gpu.growing import TextRead
-from specbranch.models.gpu.kernel_step import step_of
-from specbranch.models.gpu.kinds_file import KindsFile
 from specbranch.models.gpu.layout import (
     CHUNK_STEP_ROWS,
     GROUP_ROWS,
-    MOST_STEP_ROWS,
-    MOST_TOTAL_ROWS,
     Bucket,
     Choosing,
     brought_moves,
-    chunk_step_rows,
     fitting_chunks,
     most_moves,
     pack,
-    power_of_four,
     views,
 )
-from specbranch.models.gpu.own_stream import OnStream, own_stream
-from specbranch.models.gpu.plain_decode import PlainDecoder, Texts
-from specbranch.models.gpu.shaped_decode import ShapedSampler
-from specbranch.models.gpu.step import GpuStep, Graphs, Ran, StepKind
-from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
-from specbranch.models.gpu.warm_up import (
-    KERNEL_WATCH,
-    ForwardTable,
-    kinds_in_order,
-    limits_of,
-    run_outside_graphs,
-    step_times,
-)
-from specbranch.models.runners.native import NativeRunner, OpenSequence
+from specbranch.models.gpu.own_stream import DeviceStream
+from specbranch.models.gpu.step import Graphs, Ran
+from specbranch.models.gpu.tree_layout import NO_MOVES, TREE_MOVES
 from specbranch.models.runners.pending_prefill import PendingChunk
-from specbranch.models.runners.torch_runner import PREFILL_CHUNKS, ProbeNetwork
-from specbranch.models.sampling.logit_rows import TensorRow
+from specbranch.models.runners.sequences import Sequences
 from specbranch.models.sampling.sample import Asked
 from specbranch.models.sampling.sheet import Arrays
 
 
-class StepLauncher(NativeRunner):
-    """A Runner whose steps are captured as CUDA graphs; on a CPU, as in tests, they run without graphs."""
+class StepHost(Protocol):
+    """The runner, as far as all parts that launch steps need it."""
 
-    def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
-        super().__init__(decoder, context_length, tail, pages)
-        self._fused = None
-        self._stream = own_stream(self, self.device) if self.device.type == "cuda" else None
-        self._clock = None if self._stream is None else StreamClock(self._stream)
-        self.transfer.stream = self._stream
-        self._most_pages = -(-(context_length + tail) // PAGE)
-        with self._in_turn():  # weights and pages were made on the caller's stream
-            self._graphs = self._make_graphs(step_of(decoder, self.memory))
-            self._graphs.choose_with(self._chooser())
-        KERNEL_WATCH.count_for(self._graphs)
-        self._kinds: dict[ForwardSizes, KindsFile] = {}  # of the sizes that it is warmed up for
-        self._compiling: dict[ForwardSizes, tuple[KindsFile, list[StepKind]]] = {}  # being compiled for
-        self._times = ForwardTable(self._graphs)
-        # Where a step takes rows of prompts, a prompt may be cut anywhere.
-        takes_chunks = self._graphs.step.takes_chunks
-        self.prefill_chunk = 1 if takes_chunks else PREFILL_CHUNKS["cuda"]
-        self.most_prefill = MOST_TOTAL_ROWS - CHUNK_STEP_ROWS[2] if takes_chunks else None
-        self._tile_rows = chunk_tile_rows(self.architecture.heads // self.architecture.kv_heads)
+    def request(self, seq: int) -> Request:
+        """Return the request of a sequence."""
+        ...
+
+    def flush(self) -> None:
+        """Compute all prefill that was put off."""
+        ...
+
+    def drop_ahead(self) -> None:
+        """Forget steps that were started ahead: another one is about to run."""
+        ...
+
+    def rewind(self, seq: int, length: int) -> None:
+        """Drop the tail of a sequence, and the prefix beyond its first `length` tokens."""
+        ...
+
+
+class StepLauncher:
+    """Launches steps, which are captured as CUDA graphs; on a CPU, as in tests, they run without graphs."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        memory: Memory,
+        sequences: Sequences,
+        transfer: Transfer,
+        graphs: Graphs,
+        stream: DeviceStream,
+        spare: int,
+        host: StepHost,
+    ) -> None:
+        """`spare`: the KV slot of the pool for padding."""
+        self.transfer, self.graphs, self.stream, self.spare = transfer, graphs, stream, spare
+        self._memory, self._sequences, self._host = memory, sequences, host
+        self.device, self._arch, self._itemsize = decoder.norm.device, decoder.arch, decoder.norm.dtype.itemsize
+        self._tile_rows = chunk_tile_rows(self._arch.heads // self._arch.kv_heads)
         # pending moves: sequence, KV slots of the pool, and the lowest slot of the sequence that is written
-        self._moves: list[tuple[int, np.ndarray, int]] = []
-        # started ahead of the worker's order: a step, a text behind which a tree may grow, a step of plain decoding
-        self._ahead: Received | Followed | None = None
-        self._read: TextRead | None = None
-        self._plain = PlainDecoder(self)
-        self._started = self._moment()  # when the last timed step started
+        self.moves: list[tuple[int, np.ndarray, int]] = []
+        self.launches = 0  # of steps; a step's results are valid until the next one is launched
+        self.started = stream.moment()  # when the last timed step started
 
-    @property
-    def note(self) -> Callable[[], DeviceMoment] | None:
-        """A function that notes when the device has done all work given to it so far; None on a CPU."""
-        return None if self._clock is None else self._clock.note
+    def run(self, work: list[Rows], arrays: Arrays, layers: int) -> tuple[tuple[Tensor, Tensor | None], Asked]:
+        """Run all rows, in several steps if they exceed one; the last copy up carries the arrays, too.
 
-    def padded(self, rows: int) -> int:
-        """Return the padded number of rows of a step."""
-        return max(power_of_four(rows), self._graphs.step.least.rows)
-
-    @property
-    def late_captures(self) -> int:
-        """How many graphs were captured, or kernels compiled, when a step needed them."""
-        return self._graphs.late
-
-    @late_captures.setter
-    def late_captures(self, count: int) -> None:
-        self._graphs.late = count
-
-    def warm_up(self, sizes: ForwardSizes) -> None:
-        """Capture and time the kinds of steps that forwards of these sizes can have; on a CPU there are none."""
-        if not self._graphs.captures or sizes in self._kinds:
-            return
-        self.start_compiling(sizes)
-        file, kinds = self._compiling.pop(sizes)
-        with not_late([self]), self._graphs.warming_up():
-            with self._in_turn():
-                self._graphs.capture(kinds)
-                self._warm_up_kernels()
-            run_outside_graphs(self)
-        self._kinds[sizes], self._times = file, ForwardTable(self._graphs)
-
-    def start_compiling(self, sizes: ForwardSizes, draft: object | None = None) -> None:
-        """Start to compile the kernels that `warm_up` needs, in threads, so that two models' compile together.
-
-        `draft`: the model whose trees this one verifies, for the kernels of `warm_up_receiver`.
+        `layers`: how many layers' hidden states come back with the logits.
         """
-        if not self._graphs.captures or sizes in self._kinds or sizes in self._compiling:
-            return
-        layers = self._probe[0] if sizes.hidden and self._probe is not None else 0
-        file = KindsFile(self._kinds_key(sizes))
-        kinds = list(kinds_in_order(sizes, limits_of(self._graphs), layers, file.read()))
-        with not_late([self]), self._in_turn():
-            self._graphs.compile(kinds, (self._warm_up_kernels, partial(self._launch_receiver, draft)))
-        self._compiling[sizes] = file, kinds
-
-    def stop_compiling(self) -> None:
-        """Compile no more: a process that ends would wait for its threads."""
-        self._graphs.stop_compiling()
-        self._compiling.clear()
-
-    def step_times(self) -> list[StepTime]:
-        """Return the times of all kinds of steps that a warm-up has captured, the smallest first."""
-        return step_times(self._graphs)
-
-    def forward_seconds(self, rows: int, prompt_tokens: int = 0) -> float | None:
-        """Return the seconds of a forward of this many decode rows and prompt tokens without context; None: it was
-        not timed."""
-        if prompt_tokens and rows <= MOST_STEP_ROWS:  # the decode rows beside prompt tokens are padded first
-            rows = chunk_step_rows(rows)
-        return self._times.seconds(rows + prompt_tokens)
-
-    def save_kinds(self) -> None:
-        """Save which kinds of steps were run, so that the next process captures them first."""
-        for file in self._kinds.values():
-            file.add(self._graphs.met)
-
-    def limit(self, vocabulary: int) -> None:
-        """Never sample a token with this id or a higher one, as the other model does not know it."""
-        super().limit(vocabulary)
-        with self._in_turn():
-            self._graphs.choose_with(self._chooser())
-
-    def probe(self, layers: int, network: ProbeNetwork | None) -> None:
-        """Attach the output of a network over hidden states to every verdict; see `TorchRunner`."""
-        with self._in_turn():
-            super().probe(layers, network)
-
-    def feed(self, work: Sequence[Feed]) -> None:
-        """Compute new nodes of several sequences in one forward."""
-        with self._here():
-            super().feed(work)
-
-    def score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
-        """Compute new nodes; returns one row for each, which the caller's stream may read."""
-        with self._in_turn():
-            return super().score(work)
-
-    def margin(self, seq: int, node: int, first: int, second: int) -> float:
-        """Return by how many logits `first` is preferred to `second` after a node; 0 is a tie."""
-        with self._here():
-            return super().margin(seq, node, first, second)
-
-    def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
-        return self._run(work, {})[0]
-
-    def _launch(self, work: Sequence[Feed], rows: list[Rows], arrays: Arrays) -> Asked:
-        """Copy everything up, start the forward, and keep its rows; returns the arrays as tensors of the device."""
-        if not rows:
-            return self._up(arrays)
-        (block, states), sent = self._run(rows, arrays)
-        self._hold(work, block, states)
-        return sent
-
-    def _hold(self, work: Sequence[Feed], block: Tensor, states: Tensor | None) -> None:
-        """Keep the rows of a forward, as later calls may need them."""
-        made = iter(range(block.shape[0]))
-        for feed, start in zip(work, self._first_nodes(work), strict=True):
-            kept = (
-                (start + at, TensorRow(block, next(made), self.decoder.columns, states))
-                for at in range(len(feed.tokens))
-            )
-            self._rows[feed.seq].update(kept)
-
-    def _first_nodes(self, work: Sequence[Feed]) -> list[int]:
-        """Return the node of each feed's first token; the nodes must be appended already."""
-        return [len(self.slots(feed.seq).tokens) - len(feed.tokens) for feed in work]
-
-    def _run(self, work: list[Rows], arrays: Arrays) -> tuple[tuple[Tensor, Tensor | None], Asked]:
-        """Run all rows, in several steps if they exceed one; the last copy up carries the arrays, too."""
-        self._drop_ahead()
-        self._read = None
+        self._host.drop_ahead()
+        self.launches += 1
         blocks: list[Tensor] = []
         states: list[Tensor] = []
         steps = list(split_into_steps(work, self._most_rows(_longest(work))))
         for number, step in enumerate(steps, 1):
-            packed, bucket = pack(step, self.pool.pages * PAGE, least=self._graphs.step.least)
-            sent = self._up({"step": packed, **(arrays if number == len(steps) else {})})
-            self._graphs.bring(sent["step"])
-            ran = self._graphs.run_brought(bucket, self._state_layers)
+            packed, bucket = pack(step, self.spare, least=self.graphs.step.least)
+            sent = self.up({"step": packed, **(arrays if number == len(steps) else {})})
+            self.graphs.bring(sent["step"])
+            ran = self.graphs.run_brought(bucket, layers)
             rows = sum(len(part.tokens) for part in step)
             blocks.append(wide(ran.logits[:rows]))
             states += [] if ran.states is None else [ran.states[:rows].clone()]
         return (torch.cat(blocks) if len(blocks) > 1 else blocks[0], torch.cat(states) if states else None), sent
 
-    def _chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Reading]:
+    def chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Reading]:
         """Run rows as one step that samples, and start to read its results."""
-        ran = self._start(rows, choosing, count)
-        return ran, self._read_later(ran, len(choosing.said))
+        ran = self.start(rows, choosing, count)
+        return ran, self.read_later(ran, len(choosing.said))
 
-    def _read_later(self, ran: Ran, rows: int) -> Reading:
+    def read_later(self, ran: Ran, rows: int) -> Reading:
+        """Start to read the results of a step's first rows."""
         assert ran.results is not None
         return self.transfer.later(ran.results[:rows])
 
-    def _start(
+    def start(
         self,
         rows: list[Rows],
         choosing: Choosing,
@@ -258,10 +131,10 @@ class StepLauncher(NativeRunner):
 
         `grows`: a tree grows from this step. `timed`: note when the device starts.
         """
-        moves = self._moves_for(len(choosing.said))
-        return self._run_packed(*self._packed(rows, choosing, moves, chunks), moves, count, grows, timed)
+        moves = self.moves_for(len(choosing.said))
+        return self.run_packed(*self.packed(rows, choosing, moves, chunks), moves, count, grows, timed)
 
-    def _packed(
+    def packed(
         self,
         rows: list[Rows],
         choosing: Choosing | None,
@@ -269,108 +142,46 @@ class StepLauncher(NativeRunner):
         chunks: Sequence[ChunkRows] = (),
     ) -> tuple[np.ndarray, Bucket]:
         """Pack a step for the device."""
-        least, spare = self._graphs.step.least, self.pool.pages * PAGE
-        return pack(rows, spare, choosing, moves, least, chunks, self._tile_rows)
+        return pack(rows, self.spare, choosing, moves, self.graphs.step.least, chunks, self._tile_rows)
 
-    def _start_with_prefill(self, rows: list[Rows], choosing: Choosing, timed: bool = True) -> Ran:
+    def start_with_prefill(self, rows: list[Rows], choosing: Choosing, timed: bool = True) -> Ran:
         """Run rows as one step that samples, which also computes prefill that was put off."""
         return self._with_prefill(
-            len(choosing.said), lambda chunks: self._start(rows, choosing, 1, timed=timed, chunks=chunks)
+            len(choosing.said), lambda chunks: self.start(rows, choosing, 1, timed=timed, chunks=chunks)
         )
 
-    @torch.inference_mode()
-    def decode(self, texts: Texts, going_on: Collection[int]) -> PlainStep | None:
-        """Decode one token of each sequence, and launch the next step; see `DecodesBatches`."""
-        self._ahead = self._read = None
-        with self._here():
-            return self._plain.decode(texts, going_on)
+    def launch_decode(self, rows: DecodeRows) -> tuple[Ran, Tensor]:
+        """Launch a plain decode step, which also computes prefill that was put off.
 
-    def decodes(self, seq: int, length: int) -> bool:
-        """True if the device samples the token behind `length` tokens by itself; so it does for all later ones."""
-        request = self._requests[seq]
-        if self.decoder.columns is None:
-            return not request.by_ratio
-        return request.params.logprobs is None and asking.is_chosen_in_graph(Spot(request, length, list))
-
-    def join(self, seq: int, token: int) -> None:
-        """Give a sequence that begins to decode a row in the next decode step; see `DecodesBatches`."""
-        self._plain.join(seq, token)
-
-    def sequence(self, seq: int) -> OpenSequence | None:
-        """Return a sequence if it is open."""
-        return self._sequences.get(seq)
-
-    def request(self, seq: int) -> Request:
-        """Return the request of a sequence."""
-        return self._requests[seq]
-
-    def reserve(self, seq: int, position: int) -> Table:
-        """Make the KV slot at a position writable, or raise CacheFull; returns the page table."""
-        sequence = self._sequences[seq]
-        self._reserve(sequence, position, position + 1)
-        return sequence.table
-
-    def commit(self, seq: int, token: int) -> None:
-        """Append a token to the prefix, once a step has computed it."""
-        self._sequences[seq].slots.prefix.append(token)
-        self._rows[seq].clear()
-
-    def launch_decode(self, rows: DecodeRows) -> Reading:
-        """Launch a plain decode step, which also computes prefill that was put off; returns its results in flight."""
-        self._up({})  # pending moves come first
-        least, spare = self._graphs.step.least, self.pool.pages * PAGE
-
+        Returns its results, and the section of its sampling numbers.
+        """
+        self.up({})  # pending moves come first
+        least, spare = self.graphs.step.least, self.spare
         buckets: list[Bucket] = []
 
         def run(chunks: Sequence[ChunkRows]) -> Ran:
             packed, bucket = rows.pack(spare, least, chunks, self._tile_rows)
             buckets.append(bucket)
-            return self._run_packed(packed, bucket, None, 1)
+            return self.run_packed(packed, bucket, None, 1)
 
         ran = self._with_prefill(len(rows), run)
-        if not rows.is_shaped:
-            return self._read_later(ran, len(rows))
-        choosing = views(self._graphs.input, buckets[-1]).choosing
+        choosing = views(self.graphs.input, buckets[-1]).choosing
         assert choosing is not None
-        logits = wide(ran.logits[: len(rows)])[:, : self.sampler.vocabulary]
-        return self.transfer.later(self._shaped_sampler().results(rows, logits, choosing))
-
-    def _shaped_sampler(self) -> ShapedSampler:
-        return ShapedSampler(self.transfer, self.sampler.vocabulary, self._picked)
-
-    def _picked(self, logits: Tensor, choice: Tensor) -> Tensor:
-        """Return the token of every row by the match rule, over the whole vocabulary [rows]."""
-        chooser = self._graphs.chooser
-        if chooser is None or self.decoder.columns is not None:
-            chooser = Chooser(self._graphs.step.picks, logits.shape[1])
-        none = torch.zeros(2, dtype=torch.int32, device=self.device)
-        starts = range(0, len(logits), MOST_STEP_ROWS)
-        parts = [(logits[at : at + MOST_STEP_ROWS], choice[:, at : at + MOST_STEP_ROWS]) for at in starts]
-        return torch.cat([chooser(some, how, none, 1)[:, 0].long() for some, how in parts])
+        return ran, choosing
 
     def _with_prefill(self, rows: int, run: Callable[[Sequence[ChunkRows]], Ran]) -> Ran:
         """Run a step of `rows` sampled rows with prefill that was put off.
 
         What does not fit into the step is computed before it.
         """
-        if not self._pending or not self._graphs.step.takes_chunks:
-            self.flush()
+        if not self._sequences.pending or not self.graphs.step.takes_chunks:
+            self._host.flush()
             return run(())
-        pending = self._pending.held()
-        try:
-            ran = run(self._compute_until(pending, rows))
-            self._computed(pending)
-        except BaseException:
-            self._drop_pending()
-            raise
-        return ran
+        with self._sequences.taking_pending() as pending:
+            return run(self._compute_until(pending, rows))
 
-    def _compute_chunks(self, pending: Sequence[PendingChunk]) -> None:
-        """Compute prefill that was put off, several prompts in one step."""
-        if not self._graphs.step.takes_chunks:
-            self._up({})
-            super()._compute_chunks(pending)
-            return
+    def compute_chunks(self, pending: Sequence[PendingChunk]) -> None:
+        """Compute prefill that was put off, several prompts in one step; only if steps take chunks."""
         if rest := self._compute_until(pending, 0):
             self._run_chunks(rest)
 
@@ -390,21 +201,15 @@ class StepLauncher(NativeRunner):
 
         It samples its padding. The next step may begin with the tokens that the step before sampled, so these stay.
         """
-        moves = self._moves_for(CHUNK_STEP_ROWS[0])
-        picks = self._graphs.step.picks[: CHUNK_STEP_ROWS[0]]
+        moves = self.moves_for(CHUNK_STEP_ROWS[0])
+        picks = self.graphs.step.picks[: CHUNK_STEP_ROWS[0]]
         kept = picks.clone()
         try:
-            self._run_packed(*self._packed([], None, moves, chunks), moves, 1)
+            self.run_packed(*self.packed([], None, moves, chunks), moves, 1)
         finally:
             picks.copy_(kept)
 
-    def _computed(self, pending: Sequence[PendingChunk]) -> None:
-        """Publish chunks whose forward was launched."""
-        for chunk in pending:
-            self._publish(chunk)
-        self._pending.clear()
-
-    def _run_packed(
+    def run_packed(
         self,
         packed: np.ndarray,
         bucket: Bucket,
@@ -414,148 +219,92 @@ class StepLauncher(NativeRunner):
         timed: bool = False,
     ) -> Ran:
         """Run a packed step, with the moves that come with it."""
-        self._read = None
+        self.launches += 1
         if timed:
-            self._started = self._moment()
+            self.started = self.stream.moment()
         with self._moving():
-            self.transfer.into(self._graphs.input, packed)
-            if moves is not None and not self._graphs.step.moves:
-                self.memory.move(*brought_moves(self._graphs.input, bucket, moves.shape[1]))
-            return self._graphs.run_brought(bucket, 0, count, grows)
+            self.transfer.into(self.graphs.input, packed)
+            if moves is not None and not self.graphs.step.moves:
+                self._memory.move(*brought_moves(self.graphs.input, bucket, moves.shape[1]))
+            return self.graphs.run_brought(bucket, 0, count, grows)
+
+    def run_brought(self, bucket: Bucket, count: int, grows: bool = False) -> Ran:
+        """Run a step whose input the device has written itself, with the pending moves."""
+        self.launches += 1
+        with self._moving():
+            return self.graphs.run_brought(bucket, 0, count, grows)
 
     def _most_rows(self, longest: int) -> int:
         """Return how many rows a step takes: fewer for long sequences, as each row has a partial result per block."""
-        arch = self.architecture
-        most = most_partial_rows(longest, arch.heads, arch.head_dim, self.dtype.itemsize)
-        return min(self._graphs.step.most_rows, most)
+        arch = self._arch
+        most = most_partial_rows(longest, arch.heads, arch.head_dim, self._itemsize)
+        return min(self.graphs.step.most_rows, most)
 
     def fits_one_step(self, rows: int, longest: int) -> bool:
         """True if so many rows are one step; `longest`: tokens of the longest sequence."""
         return 0 < rows <= GROUP_ROWS or GROUP_ROWS < rows <= self._most_rows(longest)
 
-    def _is_one_step(self, rows: list[Rows]) -> bool:
+    def is_one_step(self, rows: list[Rows]) -> bool:
+        """True if these rows are one step."""
         return self.fits_one_step(sum([len(part.tokens) for part in rows]), _longest(rows))
-
-    def _make_graphs(self, step: GpuStep) -> Graphs:
-        return Graphs(step, self._most_pages)
-
-    def _kinds_key(self, sizes: ForwardSizes) -> dict[str, Any]:
-        """Return the key of the file of kinds: what decides which steps a model has, and how they are compiled."""
-        cuda = self.device.type == "cuda"
-        device = torch.cuda.get_device_name(self.device) if cuda else self.device.type
-        shape = {name: value for name, value in asdict(self.architecture).items() if isinstance(value, int | float)}
-        made = {"dtype": str(self.dtype), "weights": self.weights, "pages": self._most_pages}
-        return {"device": device, "shape": shape, "method": sizes.method, "sessions": sizes.sessions, **made}
-
-    def _warm_up_kernels(self) -> None:
-        """Compile kernels that run outside graphs; subclasses have some."""
-
-    def _launch_receiver(self, draft: object | None) -> None:
-        """Launch the kernels that bring a draft's tree to a step; subclasses have some."""
-
-    def _chooser(self) -> Chooser:
-        columns = self.decoder.columns
-        return Chooser(self._graphs.step.picks, self.sampler.width(columns), columns)
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
         """Within this context a launch makes the pending moves; if it fails, they are dropped."""
         try:
             yield
-            self._moves = []
+            self.moves = []
         except BaseException:
             self._forget_moves()
             raise
 
-    def _waiting_moves(self) -> np.ndarray:
-        return np.concatenate([kv_slots for _, kv_slots, _ in self._moves], axis=1)
+    def tree_moves(self) -> np.ndarray:
+        """Return the pending moves for the first step of a tree; if they do not fit, make them now."""
+        if not self.moves:
+            return NO_MOVES
+        moves = self._waiting_moves()
+        if self.graphs.step.moves and moves.shape[1] <= TREE_MOVES:
+            return moves
+        self.up({})
+        return NO_MOVES
 
-    def _moves_for(self, rows: int) -> np.ndarray | None:
+    def _waiting_moves(self) -> np.ndarray:
+        return np.concatenate([kv_slots for _, kv_slots, _ in self.moves], axis=1)
+
+    def moves_for(self, rows: int) -> np.ndarray | None:
         """Return the pending moves for a step of `rows` rows; if they do not fit, make them now and return None."""
-        if not self._moves:
+        if not self.moves:
             return None
         moves = self._waiting_moves()
         # order matters: one `keep` may free a KV slot that the next one fills
-        in_order = self._graphs.step.moves or len(self._moves) == 1
+        in_order = self.graphs.step.moves or len(self.moves) == 1
         if in_order and moves.shape[1] <= most_moves(rows):
             return moves
-        self._up({})
+        self.up({})
         return None
 
-    def _move(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
-        self._moves.append((seq, moves, lowest_written))
+    def move_kv(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
+        """Move KV slots with the next step, or before it."""
+        self.moves.append((seq, moves, lowest_written))
 
     @torch.inference_mode()
-    def _up(self, arrays: Arrays) -> Asked:
+    def up(self, arrays: Arrays) -> Asked:
         """Copy arrays up together with the pending moves, and make these; if that fails, they are dropped."""
-        if not arrays and not self._moves:
+        if not arrays and not self.moves:
             return {}
-        waiting = {f"moves {number}": moves for number, (_, moves, _) in enumerate(self._moves)}
+        waiting = {f"moves {number}": moves for number, (_, moves, _) in enumerate(self.moves)}
         with self._moving():
             sent = self.transfer.up({**waiting, **arrays})
             for name in waiting:
-                self.memory.move(*sent[name])
+                self._memory.move(*sent[name])
         return sent
 
     def _forget_moves(self) -> None:
         """Drop pending moves, and roll their sequences back to before them; the worker will compute the rest again."""
-        for seq, _, first in self._moves:
+        for seq, _, first in self.moves:
             if seq in self._sequences:
-                self.rewind(seq, min(first, len(self.slots(seq).prefix)))
-        self._moves = []
-
-    def _drop_ahead(self) -> None:
-        """Forget steps that were started ahead: another one is about to run."""
-        self._ahead = None
-        self._plain.forget_all()
-
-    def _rewind(self, seq: int, length: int) -> None:
-        self._ahead = None
-        self._plain.forget(seq)
-        super()._rewind(seq, length)
-
-    def _copy(self, copies: Sequence[Copy]) -> None:
-        self._ahead = None
-        with self._here():
-            self._up({})
-            super()._copy(copies)
-
-    def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        with self._here():
-            super()._extend(seq, tokens)
-
-    def flush(self) -> None:
-        """Compute all prefill that was put off; see `NativeRunner`."""
-        if self._pending:
-            with self._here():
-                super().flush()
-
-    def _moment(self) -> DeviceMoment:
-        """Note when the device reaches this point of its work; on a CPU that is now."""
-        if self._clock is not None:
-            return self._clock.note()
-        moment = time.perf_counter()
-        return lambda: moment
-
-    def _here(self) -> AbstractContextManager[Any]:
-        """Launch kernels on the runner's own stream within this context."""
-        return nullcontext() if self._stream is None else OnStream(self._stream)
-
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """Do as `_here`, ordered after earlier and before later work of the caller's stream.
-
-        This is for tensors that pass between the two streams.
-        """
-        around = None if self._stream is None else torch.cuda.current_stream(self.device)
-        if self._stream is not None and around is not None:
-            self._stream.wait_stream(around)
-        try:
-            with self._here():
-                yield
-        finally:
-            if self._stream is not None and around is not None:
-                around.wait_stream(self._stream)
+                self._host.rewind(seq, min(first, len(self._sequences[seq].slots.prefix)))
+        self.moves = []
 
 
 def _longest(work: Sequence[Rows]) -> int:

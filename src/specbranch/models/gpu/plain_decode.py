@@ -24,7 +24,7 @@ from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu.decode_rows import DecodeRow, DecodeRows
 from specbranch.models.gpu.layout import CONFIDENCE
 from specbranch.models.gpu.shaped_decode import logprobs_in
-from specbranch.models.runners.native import OpenSequence
+from specbranch.models.runners.sequences import OpenSequence
 
 Texts = Mapping[int, Sequence[int]]  # the tokens of sequences; all but the last are computed
 
@@ -49,8 +49,8 @@ class DecodeLauncher(Protocol):
         """True if the device samples the token behind `length` tokens by itself."""
         ...
 
-    def reserve(self, seq: int, position: int) -> Table:
-        """Make the KV slot at a position writable, or raise CacheFull; returns the page table."""
+    def reserve(self, seq: int, start: int, stop: int) -> Table:
+        """Make the KV slots from `start` to `stop` writable, or raise CacheFull; returns the page table."""
         ...
 
     def fits_one_step(self, rows: int, longest: int) -> bool:
@@ -158,7 +158,7 @@ class PlainDecoder:
         found: dict[int, tuple[DecodeRow, Entry]] = {}
         for seq, entry in entering.items():
             try:
-                table = self._launcher.reserve(seq, entry.position)
+                table = self._launcher.reserve(seq, entry.position, entry.position + 1)
                 found[seq] = DecodeRow(table, self._launcher.request(seq)), entry
             except CacheFull as error:
                 failed[seq] = error

@@ -15,6 +15,7 @@ DEVICE_NODES = 1024  # nodes of a tree, at most
 LANES = GROUP_ROWS  # nodes of a step, at most
 ENTRIES = 8  # best tokens in a row of results
 TREE_MOVES = most_moves(LANES)  # moves of KV slots before the first step, at most
+NO_MOVES = np.zeros((2, 0), dtype=np.int64)
 DEEPEST = GROUP_POSITIONS  # depth of a tree, at most: up to it a row's position decides where its own path begins
 SHEET = 1024  # numbers that a target may add to a tree's copy
 

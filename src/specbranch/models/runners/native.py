@@ -1,22 +1,20 @@
 """The native Runner: one decoder, one pool of KV pages, several sequences in one forward.
 
-Owns which sequence holds which pages. Registers the pages that `extend` filled in the prefix cache, by their content.
-Does not own the arithmetic (`forward/decoder.py`) or the page counting (`core/pages.py`). Invariant: a sequence's
-`Slots`, its page table and the contents of its pages agree after every call, also after one that fails.
+Owns the keys and values, and how rows and prefill become forwards on a CPU. Does not own which sequence holds which
+pages (`sequences.py`) or the arithmetic (`forward/decoder.py`). Invariant: prefill that was put off is computed before
+any row that reads it, or in the same forward.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.core.pages import PAGE, Copy, Pool, PrefilledPrompt, check_shared
+from specbranch.core.pages import PAGE, Copy, Pool
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
@@ -33,9 +31,11 @@ from specbranch.models.forward.step_rows import (
     split_into_steps,
     tokens_of,
 )
-from specbranch.models.runners.pending_prefill import PendingChunk, PendingPrefill, packed
+from specbranch.models.runners.pending_prefill import PendingChunk, packed
 from specbranch.models.runners.precision import name_of
+from specbranch.models.runners.sequences import Sequences
 from specbranch.models.runners.torch_runner import TorchRunner
+from specbranch.models.runners.weak_host import weakly
 from specbranch.models.sampling.logit_rows import TensorRow
 from specbranch.models.sampling.sheet import Arrays
 
@@ -52,15 +52,6 @@ COMPILED_CHUNK = 16
 STEP_TOLERANCE = 1e-3
 # The same if activations, keys or values are rounded to int8: the last bit of a number may decide how it is rounded.
 ROUNDED_STEP_TOLERANCE = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSequence:
-    """An open sequence: its tokens and tail, its pages, and how much of it the prefix cache may serve to others."""
-
-    slots: Slots
-    table: Table
-    prompt: PrefilledPrompt
 
 
 class NativeRunner(TorchRunner):
@@ -97,8 +88,7 @@ class NativeRunner(TorchRunner):
         self._fused = self._self_tested(fuse(decoder, self.memory))
         if self._fused is not None:
             self.prefill_chunk = COMPILED_CHUNK
-        self._sequences: dict[int, OpenSequence] = {}
-        self._pending = PendingPrefill(self._sequences)
+        self.sequences = Sequences(self.pool, context_length, tail, weakly(self))
 
     @property
     def vocabulary(self) -> int:
@@ -118,8 +108,7 @@ class NativeRunner(TorchRunner):
     @property
     def kv_slots_free(self) -> int:
         """How many KV slots can be taken: those of free and of evictable pages, less what copy-on-write will need."""
-        due = self.pool.copies_due(sequence.table for sequence in self._sequences.values())
-        return max(self.pool.free - due, 0) * PAGE
+        return self.sequences.free_kv_slots
 
     @property
     def weights(self) -> str:
@@ -150,72 +139,27 @@ class NativeRunner(TorchRunner):
 
     def slots(self, seq: int) -> Slots:
         """Return the sequence's committed prefix and the nodes of its tail."""
-        return self._sequences[seq].slots
+        return self.sequences[seq].slots
 
     def demand(self, seq: int, count: int) -> None:
         """Reserve KV slots for `count` more nodes, or raise CacheFull."""
-        sequence = self._sequences[seq]
-        sequence.slots.demand(count)
-        self._reserve(sequence, len(sequence.slots), len(sequence.slots) + count)
+        self.sequences.demand(seq, count)
 
     def check(self) -> None:
         """Raise if the pool's counts disagree with the open sequences, or if a page holds other tokens than registered.
 
         Sequences with different prefixes must not share a page.
         """
-        self.pool.check([sequence.table for sequence in self._sequences.values()])
-        check_shared((sequence.table, sequence.slots.prefix) for sequence in self._sequences.values())
-        for sequence in self._sequences.values():
-            sequence.prompt.check()
-        self._pending.check()
-
-    def _open(self, seq: int) -> None:
-        if seq in self._sequences:
-            raise ValueError(f"sequence {seq} is open already")
-        if not self._sequences:  # every page is free or evictable now; recover any that an interrupt has lost
-            self.pool.settle(())
-        table = Table(self.pool)
-        slots = Slots(self._context_length + self.tail, self.tail)
-        self._sequences[seq] = OpenSequence(slots, table, PrefilledPrompt(table))
-
-    def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Append tokens to the prefix and reserve their pages; their forward is put off."""
-        self._check_ids(tokens)
-        self._pending.trim()  # what an interrupt left of earlier chunks
-        sequence = self._sequences[seq]
-        before = len(sequence.slots.prefix)
-        try:
-            kv_slots = sequence.slots.extend(tokens)
-            self._reserve(sequence, kv_slots.start, kv_slots.stop)
-            self._pending.add(PendingChunk(seq, sequence.table, tuple(tokens), before))
-        except BaseException:
-            self._undo_prefill(seq, before)
-            raise
+        self.sequences.check()
 
     def flush(self) -> None:
         """Compute all prefill that was put off.
 
         If that fails, the sequences whose chunks are not computed are rolled back to before them.
         """
-        if self._pending:
-            with self._taking_pending() as pending:
+        if self.sequences.pending:
+            with self.sequences.taking_pending() as pending:
                 self._compute_chunks(pending)
-
-    @contextmanager
-    def _taking_pending(self) -> Iterator[list[PendingChunk]]:
-        """Yield the pending chunks to a body that launches their forward; then let the prefix cache serve them.
-
-        If the body fails, their sequences are rolled back to before them.
-        """
-        try:
-            pending = self._pending.held()
-            yield pending
-            for chunk in pending:
-                self._publish(chunk)
-            self._pending.clear()
-        except BaseException:
-            self._drop_pending()
-            raise
 
     @torch.inference_mode()
     def _compute_chunks(self, pending: Sequence[PendingChunk]) -> None:
@@ -227,126 +171,53 @@ class NativeRunner(TorchRunner):
         for group in packed(parts, STEP_ROWS if self._fused else 1):
             self._store_chunks(group)
 
-    def _publish(self, chunk: PendingChunk) -> None:
-        """Let the prefix cache serve a chunk whose forward was launched."""
-        if self.prefix_cache:
-            sequence = self._sequences[chunk.seq]
-            sequence.prompt.note(sequence.slots.prefix, chunk.start, chunk.stop, self.prefill_chunk)
-
-    def _drop_pending(self) -> None:
-        """Roll all sequences with pending chunks back to before them."""
-        for seq, length in self._pending.starts().items():
-            self._undo_prefill(seq, length)
-        self._pending.clear()
-
-    def _recall(self, seq: int, tokens: Sequence[int]) -> None:
-        """Take the pages that the prefix cache has for the beginning of a prompt.
-
-        Pending chunks that have the same beginning are computed first. So equal prompts are computed once.
-        """
-        if self._pending and self._pending.serve(seq, tokens, self.prefill_chunk):
-            self.flush()
-        sequence = self._sequences[seq]
-        before = len(sequence.slots.prefix)
-        try:
-            length = sequence.prompt.recall(tokens, before, self.prefill_chunk)
-            sequence.slots.extend(tokens[before:length])
-        except BaseException:
-            self._undo_prefill(seq, before)
-            raise
-
-    def _undo_prefill(self, seq: int, length: int) -> None:
-        """Roll a sequence back to its first `length` tokens after a failed prefill, and recount the pages."""
-        sequence = self._sequences[seq]
-        if len(sequence.slots.prefix) > length:
-            self._rewind(seq, length)
-        # `_rewind` is not enough: after an interrupt within `_recall` the prompt may be longer than the prefix.
-        sequence.prompt.cut(length, self.prefill_chunk)
-        sequence.table.shrink(len(sequence.slots))
-        self._recount_pages()
-
     @torch.inference_mode()
     def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
         """Append new nodes and compute their logits; returns one row for each node."""
         self.flush()
-        with self._appending(work) as rows:
+        with self.sequences.appending(work) as rows:
             logits, states = self._forward(rows)
         index = iter(range(logits.shape[0]))
         return [[TensorRow(logits, next(index), self.decoder.columns, states) for _ in feed.tokens] for feed in work]
 
-    @torch.inference_mode()
-    def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
-        """Keep some nodes of the tail, the first `commit` as prefix, and move their keys and values together."""
-        sequence = self._sequences[seq]
-        moves = sequence.slots.keep(nodes, commit)  # pairs of KV slots: from, to; ascending
-        if moves:
-            lowest_written = moves[0][1]
-            self._move(seq, sequence.table.flat(np.array(moves).T), lowest_written)
-        sequence.table.shrink(len(sequence.slots))
-
-    def _rewind(self, seq: int, length: int) -> None:
-        """Forget the tail and all but the first `length` tokens; later tokens overwrite their keys and values."""
-        sequence = self._sequences[seq]
-        # First, as an interrupt may come: the prefix cache must never believe more than the sequence holds.
-        sequence.prompt.cut(length, self.prefill_chunk)
-        sequence.slots.truncate(length)
-        self._pending.trim()
-        sequence.table.shrink(length)
-
-    def _close(self, seq: int) -> None:
-        self._sequences.pop(seq).table.shrink(0)
-        self._pending.trim()
-
-    def _move(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
-        """Copy KV slots `moves[0]` of the pool to `moves[1]`.
-
-        `GpuRunner` overrides this to move later. Only it needs `seq` and the lowest slot of the sequence that is
-        written: it rolls the sequence back to there if the move fails.
-        """
+    def move_kv(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
+        """Copy KV slots `moves[0]` of the pool to `moves[1]`; see `KvHost`."""
         self.memory.move(*self.transfer.up({"moves": moves})["moves"])
 
-    def _reserve(self, sequence: OpenSequence, start: int, stop: int) -> None:
-        """Allocate pages up to KV slot `stop`; copy shared pages from `start` on, which the caller will write to."""
-        try:
-            sequence.table.reserve(start, stop, self._copy)
-        except BaseException:
-            self._recount_pages()
-            raise
-
-    def _recount_pages(self) -> None:
-        """Count anew which tables hold which pages, after a failure that may have lost some."""
-        self.pool.settle([sequence.table for sequence in self._sequences.values()])
-
-    def _copy(self, copies: Sequence[Copy]) -> None:
+    def copy_pages(self, copies: Sequence[Copy]) -> None:
+        """Copy pages of the pool."""
         self.memory.copy(copies)
 
-    @contextmanager
-    def _appending(self, work: Sequence[Feed]) -> Iterator[list[Rows]]:
-        """Append nodes to the tails; drop them again if the body of the `with` statement fails."""
-        sizes = {feed.seq: len(self.slots(feed.seq).tokens) for feed in work}
-        try:
-            yield [self._append(feed) for feed in work if feed.tokens]
-        except BaseException:
-            for seq, size in sizes.items():
-                self._drop_nodes(seq, size)
-            self._recount_pages()
-            raise
+    def rewinding(self, seq: int) -> None:
+        """A sequence is about to be rolled back: there are no steps in flight to forget."""
 
-    def _append(self, feed: Feed) -> Rows:
-        self._check_ids(feed.tokens)
-        sequence = self._sequences[feed.seq]
-        start = len(sequence.slots)
-        nodes = sequence.slots.grow(feed.tokens, feed.parents)
-        self._reserve(sequence, start, len(sequence.slots))
-        return rows_of_nodes(sequence.table, sequence.slots, nodes)
-
-    def _drop_nodes(self, seq: int, size: int) -> None:
-        """Drop all but the first `size` nodes of a tail, with their rows of logits."""
-        sequence, rows = self._sequences[seq], self._rows[seq]
-        del sequence.slots.tokens[size:], sequence.slots.parents[size:]
+    def drop_rows(self, seq: int, size: int) -> None:
+        """Forget the logits of all but the first `size` nodes of a tail."""
+        rows = self._rows[seq]
         for node in [node for node in rows if node >= size]:
             del rows[node]
-        sequence.table.shrink(len(sequence.slots))
+
+    def _open(self, seq: int) -> None:
+        self.sequences.open(seq)
+
+    def _extend(self, seq: int, tokens: Sequence[int]) -> None:
+        self.sequences.extend(seq, tokens)
+
+    def _recall(self, seq: int, tokens: Sequence[int]) -> None:
+        """Take cached pages. Pending chunks that can serve the prompt come first: equal prompts are computed once."""
+        if self.sequences.waits(seq, tokens):
+            self.flush()
+        self.sequences.recall(seq, tokens)
+
+    @torch.inference_mode()
+    def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        self.sequences.keep(seq, nodes, commit)
+
+    def _rewind(self, seq: int, length: int) -> None:
+        self.sequences.rewind(seq, length)
+
+    def _close(self, seq: int) -> None:
+        self.sequences.close(seq)
 
     @torch.inference_mode()
     def _self_tested(self, fused: FusedStep | None) -> FusedStep | None:
@@ -375,7 +246,8 @@ class NativeRunner(TorchRunner):
         largest = plain.abs().nan_to_num(0.0).max().item()  # other checks report NaN weights
         return torch.allclose(compiled, plain, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
-    def _check_ids(self, tokens: Sequence[int]) -> None:
+    def check_ids(self, tokens: Sequence[int]) -> None:
+        """Raise a BadParameter unless all tokens are in the vocabulary."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
             wrong = next(token for token in tokens if not 0 <= token < self.vocabulary)
             raise BadParameter(
@@ -391,29 +263,29 @@ class NativeRunner(TorchRunner):
                 self.decoder.store(self._chunk_step(chunk.table, chunk.tokens, chunk.start), self.memory)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of all rows and, if they are requested (`_state_layers`), the hidden states.
+        """Return the logits of all rows and, if they are requested (`state_layers`), the hidden states.
 
         The compiled step takes at most STEP_ROWS rows; more run in several steps, one after the other.
         """
         if self._fused is None:
             return self._forward_in_torch(work)
         steps = split_into_steps(work, STEP_ROWS)
-        logits, states = zip(*(self._fused.logits_and_states(step, self._state_layers) for step in steps), strict=True)
-        return _concatenated(logits), _concatenated(states) if self._state_layers else None
+        logits, states = zip(*(self._fused.logits_and_states(step, self.state_layers) for step in steps), strict=True)
+        return _concatenated(logits), _concatenated(states) if self.state_layers else None
 
     def _forward_in_torch(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
-        layer_inputs: list[Tensor] | None = [] if self._state_layers else None
+        layer_inputs: list[Tensor] | None = [] if self.state_layers else None
         hidden = self.decoder.forward(self._step(work), self.memory, layer_inputs)
         logits = self.decoder.logits(hidden)
         states = None if layer_inputs is None else self._last_states(layer_inputs, hidden)
         return logits.float() if logits.dtype.itemsize < 4 else logits, states
 
     def _last_states(self, layer_inputs: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return the outputs of the last `_state_layers` layers side by side [rows, layers·hidden].
+        """Return the outputs of the last `state_layers` layers side by side [rows, layers·hidden].
 
         A layer's output is the next layer's input. The last layer has no next one: its output is `hidden`, normed.
         """
-        first = len(layer_inputs) - self._state_layers + 1
+        first = len(layer_inputs) - self.state_layers + 1
         return torch.cat((*layer_inputs[first:], self.decoder.normed(hidden)), dim=-1)
 
     def _step(self, work: Sequence[Rows]) -> Step:

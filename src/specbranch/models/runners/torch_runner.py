@@ -36,7 +36,7 @@ class TorchRunner(RowRunner[TensorRow]):
         self.transfer = Transfer(device)
         self.prefill_chunk = PREFILL_CHUNKS.get(device.type, PREFILL_CHUNKS["cuda"])
         super().__init__(TorchSampler(vocabulary, shared_noise(), self.transfer))
-        self._state_layers = 0  # how many layers' hidden states the next forward returns with its rows
+        self.state_layers = 0  # how many layers' hidden states the next forward returns with its rows
         self._probe: tuple[int, ProbeNetwork] | None = None
 
     @property
@@ -91,11 +91,11 @@ class TorchRunner(RowRunner[TensorRow]):
     @contextmanager
     def _returning_states(self, layers: int) -> Iterator[None]:
         """Within this context forwards return the hidden states of the last layers; of 0 layers, none."""
-        self._state_layers = layers
+        self.state_layers = layers
         try:
             yield
         finally:
-            self._state_layers = 0
+            self.state_layers = 0
 
     @torch.inference_mode()
     def _said(self, seq: int, node: int, token: int) -> tuple[float, ...] | None:

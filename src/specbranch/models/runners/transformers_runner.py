@@ -267,10 +267,10 @@ class TransformersRunner(TorchRunner):
         return self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
 
     def _rows_with_states(self, cache: DynamicCache, tokens: Sequence[int]) -> list[TensorRow]:
-        if not self._state_layers:
+        if not self.state_layers:
             return rows_of(self.forward(cache, tokens))
         output = self._forward(cache, tokens, output_hidden_states=True)
-        states = torch.cat([state[0] for state in output.hidden_states[-self._state_layers :]], dim=-1)
+        states = torch.cat([state[0] for state in output.hidden_states[-self.state_layers :]], dim=-1)
         return rows_of(output.logits[0], states=states)
 
     def _feed(self, sequence: _Sequence, item: Feed) -> list[TensorRow]:
