@@ -328,8 +328,6 @@ class Loop:
 
     def _count_waiting(self, took_part: Sequence[Session], seconds: float, restarts: int) -> None:
         """Count the seconds of a round for each decoding session outside it, and draft restarts for all."""
-        if len(took_part) >= len(self._live) and not restarts:
-            return
         numbers = {session.number for session in took_part}
         for number, member in self._live.items():
             if number not in numbers and member.prefill_done:
