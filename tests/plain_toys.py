@@ -28,6 +28,9 @@ class DecodesAhead(ToyRunner):
         request = self._requests[seq]
         return not request.by_ratio and request.params.logprobs is None and request.seed % 40 != 39
 
+    def fits(self, texts: Mapping[int, Sequence[int]]) -> bool:
+        return True
+
     def join(self, seq: int, token: int) -> None:
         self._prepared()
         self._joining[seq] = len(self.slots(seq).prefix)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
@@ -30,8 +31,9 @@ from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import ChunkRows, Rows
 from specbranch.models.forward.transfer import Reading
-from specbranch.models.gpu import asking
+from specbranch.models.gpu import asking, attention
 from specbranch.models.gpu.decode_rows import DecodeRow, DecodeRows
+from specbranch.models.gpu.launching import StepLauncher
 from specbranch.models.gpu.layout import CONFIDENCE, Bucket, pack, views
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.step import GpuStep
@@ -355,3 +357,77 @@ def test_a_launch_that_fails_costs_a_round_and_no_text(
     assert next(calls) > 15
     assert [one.tokens for one in sessions] == [alone(decoder, one) for one in sessions]
     runner.check()
+
+
+def test_a_step_never_exceeds_the_memory_of_partial_results(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts grow, and a long one decodes among short ones: then rounds are ordered, and split into steps."""
+    arch, sizes = decoder.arch, list[bool]()
+    each = (arch.head_dim * 8 + 8) * arch.heads
+    monkeypatch.setattr(attention, "PARTIAL_BYTES", each * (1 + -(-100 // attention.WIDE_BLOCK)) * 32)
+    runner, launch = GpuRunner(decoder, CONTEXT), StepLauncher.launch_decode
+
+    def watched(self: StepLauncher, rows: DecodeRows) -> Any:
+        sizes.append(self.fits_one_step(len(rows), int(rows.positions.max()) + 1))
+        return launch(self, rows)
+
+    monkeypatch.setattr(StepLauncher, "launch_decode", watched)
+    params, loop = SamplingParams(max_tokens=16, ignore_eos=True), loop_of(runner)
+    sessions = [session(n, params, some_tokens(400 if n == 20 else 88, n)) for n in range(21)]
+    for one in sessions[:20]:
+        loop.join(one, started(one))
+    while min(len(one.output) for one in sessions[:20]) < 4:
+        loop.step()
+    loop.join(sessions[20], started(sessions[20]))
+    while loop.live:
+        loop.step()
+    assert sizes and all(sizes)
+    assert [one.tokens for one in sessions[::5]] == [alone(decoder, one) for one in sessions[::5]]
+
+
+def test_rows_of_earlier_steps_are_let_go(decoder: Decoder) -> None:
+    runner, params = GpuRunner(decoder, CONTEXT), SamplingParams(max_tokens=6, ignore_eos=True)
+    loop = loop_of(runner)
+    for number in range(12):
+        one = session(number, params, some_tokens(10, number))
+        loop.join(one, started(one))
+        loop.step()
+        loop.step()
+    assert runner.plain._flight is not None
+    assert runner.plain._flight.rows.before is None and not runner.plain._flight.rows.sources
+
+
+def test_watchers_of_plain_rounds_see_each_token(decoder: Decoder) -> None:
+    loop, seen = loop_of(GpuRunner(decoder, CONTEXT)), list[tuple[bool, int, int]]()
+    one = session(1, SamplingParams(max_tokens=9, ignore_eos=True), some_tokens(10))
+    one.on_round = lambda orders, reports, added: seen.append(
+        (orders.verify is not None, -1 if reports.verdict is None else reports.verdict.token, added)
+    )
+    loop.join(one, started(one))
+    while loop.live:
+        loop.step()
+    assert [token for has_verify, token, added in seen if has_verify and added == 1] == one.output
+
+
+@pytest.mark.usefixtures("chunks")
+def test_costs_never_take_prompt_tokens_for_decode_rows(decoder: Decoder) -> None:
+    costs, runner = MeasuredCosts(), GpuRunner(decoder, CONTEXT)
+    limits = RoundLimits(prefill_chunk=1, prompt_tokens=64, prompt_tokens_alone=256)
+    loop = Loop(Serial(Verifier(runner)), costs=costs, limits=limits)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    for number in range(6):
+        one = session(number, params, some_tokens(100, number))
+        loop.join(one, started(one))
+        for _ in range(3):
+            loop.step()
+    while loop.live:
+        loop.step()
+    assert costs.target.points and max(costs.target.points) <= 6
+
+
+def test_a_reduced_head_is_sampled_in_the_graph_alone(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = GpuRunner(decoder, CONTEXT)
+    for number, params in enumerate(({}, {"min_tokens": 3}, {"logprobs": 1}, {"top_k": 3, "temperature": 0.5})):
+        runner.open(number, Request(SamplingParams(**params), number, 5))
+        assert runner.decodes(number, 400)
+    monkeypatch.setattr(runner.decoder, "columns", object())
+    assert [runner.decodes(number, 400) for number in range(4)] == [True, False, False, False]

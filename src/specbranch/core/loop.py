@@ -18,7 +18,7 @@ from specbranch.core.costs import MeasuredCosts
 from specbranch.core.market import Grant, LaneOffer, RowOffer, granted, let_draft
 from specbranch.core.members import Member
 from specbranch.core.methods import MethodRounds
-from specbranch.core.orders import Orders, Prefill, Reports, Span, TokenLogprobs, Verdict
+from specbranch.core.orders import Context, Orders, Prefill, Reports, Span, TokenLogprobs, Verdict, Verify
 from specbranch.core.plain_rounds import PlainBatch, PlainOrders, PlainReports, PlainRounds, going_on
 from specbranch.core.prefill_budget import Prefills, PromptCosts, RoundLimits, rows_of
 from specbranch.core.request import Request
@@ -28,6 +28,8 @@ from specbranch.core.trace import Trace
 from specbranch.errors import PoolFull, SpecBranchError, not_finite
 
 log = logging.getLogger("specbranch")
+
+PLAIN_ORDERS = Orders(verify=Verify(Context(0, ())))  # what watchers of plain rounds see: one token, nothing drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ class Loop:
         reports = self._run_plain(batch, prefills)
         if reports is None:
             return None
-        self._learn_plain(reports, len(batch.decoding))
+        self._learn_plain(reports, len(batch.decoding), bool(prefills))
         return self._deliver_plain(batch, prefills, reports)
 
     def _run_plain(self, batch: PlainBatch, prefills: Mapping[int, Orders]) -> PlainReports | None:
@@ -229,17 +231,18 @@ class Loop:
         try:
             reports = self._plain.executor.decode(PlainOrders(texts, going_on(batch), asked, meanwhile))
         except Exception as error:
-            log.debug("A round of plain decoding failed, and is ordered session by session.", exc_info=error)
+            level = logging.DEBUG if self._plain.has_failed else logging.WARNING
+            log.log(level, "A round of plain decoding failed; it is ordered session by session.", exc_info=error)
+            self._plain.has_failed = True
             return None
         if reports is not None:
             self._plain.launched = reports.launched
         return reports
 
-    def _learn_plain(self, reports: PlainReports, sessions: int) -> None:
-        """Learn the costs of a round of plain decoding."""
-        read = any(count.read for count in reports.span.prompts.values())
+    def _learn_plain(self, reports: PlainReports, sessions: int, prefills: bool) -> None:
+        """Learn the costs of a round of plain decoding; `prefills`: prompt tokens were computed, or launched."""
         if self.costs is not None:
-            prefilled = self._prefills.costs.tokens_ahead > 0 or (read and not reports.ahead)
+            prefilled = prefills or self._prefills.costs.tokens_ahead > 0
             self.costs.observe_plain(reports.span, sessions, prefilled)
         ahead = reports.ahead and bool(reports.launched)  # then prompt tokens go with the step that was launched now
         self._prefills.costs.observe(reports.span, True, self.executor.now(), ahead)
@@ -275,7 +278,7 @@ class Loop:
                 _fail(session, error)
             if session.on_round:
                 reports = Reports(verdict=_verdict(token, logprobs), verifying=span)
-                _call_watcher(session, session.on_round, Orders(), reports, 1)
+                _call_watcher(session, session.on_round, PLAIN_ORDERS, reports, 1)
         else:
             member.renew()
             assert member.orders is not None

@@ -73,6 +73,7 @@ class PlainRounds:
         able = isinstance(executor, DecodesPlainly) and executor.decodes_plainly
         self.executor = executor if isinstance(executor, DecodesPlainly) and able else None
         self.launched: frozenset[int] = frozenset()  # sessions whose next token is being computed
+        self.has_failed = False  # a warning said so
 
     def batch(self, live: Iterable[Member], chunked: bool) -> PlainBatch | None:
         """Return the sessions of the next round; None: it is none of plain decoding.

@@ -340,6 +340,10 @@ class DecodesBatches(Protocol):
         """True if the device samples the token behind `length` tokens by itself; it does so for all later ones, too."""
         ...
 
+    def fits(self, texts: Mapping[int, Sequence[int]]) -> bool:
+        """True if a step takes all these sequences, and so does the one behind it."""
+        ...
+
     def decode(self, texts: Mapping[int, Sequence[int]], going_on: Collection[int]) -> PlainStep | None:
         """Decode one token of each sequence; `going_on`: those that decode one more behind it, unless it ends them.
 

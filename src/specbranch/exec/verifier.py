@@ -133,7 +133,7 @@ class Verifier(Worker):
 
     def decode(self, orders: PlainOrders) -> PlainDecoding | None:
         """Start a round of plain decoding, together with the prefill of other sessions; None: it has to be ordered."""
-        if self._batches is None:
+        if self._batches is None or not self._batches.fits(orders.texts):
             return None
         reached, short = self.prefill(orders.prefills)
         step = self._batches.decode(orders.texts, orders.going_on)

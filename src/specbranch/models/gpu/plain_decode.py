@@ -123,7 +123,7 @@ class PlainDecoder:
         flight, self._flight = self._flight, None
         now = {} if flight is None else flight.reads(texts)
         entering = {seq: Entry(text[-1], len(text) - 1) for seq, text in texts.items() if seq not in now}
-        if entering and not self._can_enter(entering, len(texts)):
+        if not self.fits(texts) or not self._are_computed(entering):
             return None
         failed: dict[int, SpecBranchError] = {}
         ahead = bool(now)
@@ -132,9 +132,8 @@ class PlainDecoder:
             if flight is None:
                 return PlainStep(dict, 0, False, frozenset(), failed)
             now, entering = flight.row_of, {}
-        following = self._launch_next(flight, now, going_on, self._with_memory(entering, failed), joining)
-        self._flight = following
-
+        entered = self._with_memory(entering, failed)
+        self._flight = following = self._launch_next(flight, now, going_on, entered, joining, _longest(texts))
         logprobs: dict[int, TokenLogprobs] = {}
 
         def sampled() -> dict[int, int]:
@@ -143,13 +142,17 @@ class PlainDecoder:
         launched = frozenset(following.row_of if following else ())
         return PlainStep(sampled, len(flight.rows), ahead, launched, failed, logprobs)
 
-    def _can_enter(self, entering: Mapping[int, Entry], rows: int) -> bool:
-        """True if all tokens before the last are computed, and all sequences fit into one step."""
+    def fits(self, texts: Texts) -> bool:
+        """See `DecodesBatches.fits`."""
+        return self._launcher.fits_one_step(len(texts), _longest(texts))
+
+    def _are_computed(self, entering: Mapping[int, Entry]) -> bool:
+        """True if all tokens before the last are computed."""
         for seq, entry in entering.items():
             sequence = self._launcher.sequence(seq)
             if sequence is None or sequence.slots.tokens or len(sequence.slots.prefix) != entry.position:
                 return False
-        return self._launcher.fits_one_step(rows, 1 + max(entry.position for entry in entering.values()))
+        return True
 
     def _with_memory(
         self, entering: Mapping[int, Entry], failed: dict[int, SpecBranchError]
@@ -171,8 +174,12 @@ class PlainDecoder:
         going_on: Collection[int],
         entered: dict[int, tuple[DecodeRow, Entry]],
         joining: Mapping[int, int],
+        longest: int,
     ) -> Flight | None:
-        """Launch the step behind `flight`: of sequences that go on, and of those that have no row in it yet."""
+        """Launch the step behind `flight`: of sequences that go on, and of those that have no row in it yet.
+
+        `longest`: tokens of the longest sequence.
+        """
         kept, same_tables = dict[int, int](), True
         for seq, row in now.items():
             position = flight.positions[row] + 1
@@ -183,7 +190,7 @@ class PlainDecoder:
                 if not self._with_memory({seq: Entry(0, position)}, {}):
                     continue  # it gets a row once there is memory
             kept[seq] = row
-        entered |= self._joined(joining, kept.keys() | entered.keys())
+        entered |= self._joined(joining, kept.keys() | entered.keys(), longest)
         if not kept and not entered:
             return None
         if not entered and list(kept.values()) == [*range(len(flight.rows))]:
@@ -192,7 +199,9 @@ class PlainDecoder:
             return Flight(rows, positions, kept, self._launcher.launch_decode(rows), tokens)
         return self._launch(entered, kept, flight)
 
-    def _joined(self, joining: Mapping[int, int], others: Collection[int]) -> dict[int, tuple[DecodeRow, Entry]]:
+    def _joined(
+        self, joining: Mapping[int, int], others: Collection[int], longest: int
+    ) -> dict[int, tuple[DecodeRow, Entry]]:
         """Return the rows of sequences that begin to decode, as far as they fit into a step with the `others`."""
         entering: dict[int, Entry] = {}
         for seq, token in joining.items():
@@ -202,7 +211,8 @@ class PlainDecoder:
             position = len(sequence.slots.prefix)
             if not self._launcher.decodes(seq, position + 1):
                 continue
-            if self._launcher.fits_one_step(len(others) + len(entering) + 1, position + 1):
+            longest = max(longest, position + 1)
+            if self._launcher.fits_one_step(len(others) + len(entering) + 1, longest):
                 entering[seq] = Entry(token, position)
         return self._with_memory(entering, {})
 
@@ -219,7 +229,7 @@ class PlainDecoder:
         rows = [*(row for row, _ in going_on), *(row for row, _ in entered.values())]
         positions = [*(position for _, position in going_on), *(entry.position for _, entry in entered.values())]
         tokens = [*(-1 - row for row in kept.values()), *(entry.token for _, entry in entered.values())]
-        texts = [self._text(seq, entry) for seq, (_, entry) in entered.items()]
+        texts = [self._text(seq, entry) if row.is_shaped else () for seq, (row, entry) in entered.items()]
         made = DecodeRows(rows, positions, tokens, before.rows if before else None, [*kept.values(), *texts])
         row_of = {seq: row for row, seq in enumerate((*kept, *entered))}
         return Flight(made, positions, row_of, self._launcher.launch_decode(made), tokens)
@@ -253,3 +263,8 @@ class PlainDecoder:
         if following is not None:
             following.tokens = [token if token >= 0 else sampled[-1 - token] for token in following.tokens]
         return {seq: sampled[row] for seq, row in now.items()}
+
+
+def _longest(texts: Texts) -> int:
+    """Return the tokens of the longest text once two more steps are computed."""
+    return 2 + max([len(text) for text in texts.values()], default=0)

@@ -203,7 +203,13 @@ class GpuRunner(NativeRunner):
         request = self._requests[seq]
         if self.decoder.columns is None:
             return not request.by_ratio
-        return request.params.logprobs is None and asking.is_chosen_in_graph(Spot(request, length, list))
+        params = request.params  # a reduced head samples in the graph alone, never behind it
+        in_graph = asking.is_chosen_in_graph(Spot(request, length, list))
+        return in_graph and params.logprobs is None and not params.min_tokens
+
+    def fits(self, texts: Texts) -> bool:
+        """True if a step takes all these sequences, and so does the one behind it."""
+        return self.plain.fits(texts)
 
     def join(self, seq: int, token: int) -> None:
         """Give a sequence that begins to decode a row in the next decode step."""
@@ -230,6 +236,7 @@ class GpuRunner(NativeRunner):
         """Launch a plain decode step, which also computes prefill that was put off; returns its results in flight."""
         ran, choosing = self.launcher.launch_decode(rows)
         if not rows.is_shaped:
+            rows.before, rows.sources = None, ()  # needed no longer
             return self.launcher.read_later(ran, len(rows))
         logits = wide(ran.logits[: len(rows)])[:, : self.sampler.vocabulary]
         sampler = ShapedSampler(self.transfer, self.sampler.vocabulary, self.answers.picked)

@@ -22,7 +22,7 @@ from specbranch.config import SamplingParams
 from specbranch.core.orders import Context, Verify
 from specbranch.core.pages import Pool
 from specbranch.core.request import Request
-from specbranch.core.runner import Ask, Feed, Runner, Trial
+from specbranch.core.runner import Ask, DecodesBatches, Feed, Runner, Trial
 from specbranch.core.slots import ROOT
 from specbranch.core.warm_up import ForwardSizes, StepTime
 from specbranch.errors import SpecBranchError
@@ -159,7 +159,17 @@ def run_request(runner: Runner, request: Request) -> None:
             runner.extend(WARM_UP_SEQUENCE, (0,) * min(length, runner.context_length // 2))
             runner.flush()
             if length == WARM_UP_PROMPTS[-1]:
+                _decode_plainly(runner)
                 _decode(runner, request)
+
+
+def _decode_plainly(runner: Runner) -> None:
+    seq = WARM_UP_SEQUENCE
+    text = (*runner.slots(seq).prefix, 0)
+    if isinstance(runner, DecodesBatches) and runner.decodes(seq, len(text)):
+        step = runner.decode({seq: text}, {seq})
+        if step is not None:
+            step.sampled()
 
 
 def _decode(runner: Runner, request: Request) -> None:
