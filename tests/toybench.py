@@ -313,6 +313,10 @@ class Wanderer(Planner):
         stats = self.session.stats
         return random.Random(hash((purpose, tuple(self.session.tokens), stats.rejected, stats.losing, stats.siblings)))
 
+    def _draft_gain(self) -> float:
+        """So much that no round is plain."""
+        return 100.0
+
     def lane_offer(self, tree: Tree, uncomputed: int) -> None:
         """Ask nobody."""
 

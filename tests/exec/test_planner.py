@@ -180,7 +180,7 @@ def test_it_is_never_slower_than_plain_decoding(hits: float, profile: str) -> No
         script, experience = Scripted.of(fresh(130), hits, seed), Experience(costs)
         first, later = (play(script, AUTO, costs, experience) for _ in range(2))
         assert speedup(script, costs, first) >= 0.95, "finding out costs too much"
-        assert speedup(script, costs, later) >= 0.97
+        assert speedup(script, costs, later) >= 0.96  # a cheap draft that is never right is asked now and then
 
 
 @cache

@@ -36,7 +36,7 @@ from specbranch.lab.toys.toys import Logits
 from tiers import tiered
 from toybench import (
     MOST_ROUNDS,
-    PROFILE,
+    SHARED,
     Case,
     Ending,
     Overheard,
@@ -238,7 +238,7 @@ def started(session: Session, method: str, rule: Rule = "match", until_target: b
     config = SpeculativeConfig(
         method=named, policy=policy, num_speculative_tokens=3, max_branches=8, rule=rule, until_target=until_target
     )
-    return METHODS[named].start(session, config, Timeless(PROFILE))
+    return METHODS[named].start(session, config, Timeless(SHARED))
 
 
 def finish(loop: Loop, each_round: Callable[[], None] = lambda: None) -> None:

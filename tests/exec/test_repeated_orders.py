@@ -17,7 +17,7 @@ from specbranch.core.session import Session
 from specbranch.exec.serial import Serial
 from tiers import each_value, tiered
 from toybench import (
-    PROFILE,
+    SHARED,
     Case,
     Ending,
     Timeless,
@@ -109,7 +109,7 @@ def joined(loop: Loop, case: Case, method: str) -> Session:
         if method != "wandering"
         else None
     )
-    loop.join(session, METHODS[method].start(session, config, Timeless(PROFILE)) if config else wandering(session))
+    loop.join(session, METHODS[method].start(session, config, Timeless(SHARED)) if config else wandering(session))
     return session
 
 

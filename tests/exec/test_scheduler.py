@@ -231,7 +231,7 @@ def test_rounds_of_plain_decoding_give_what_each_request_gives_alone(number: int
     ]
     desk.run(requests)
     check(desk.done, desk.cancelled)
-    assert executor.target.runner.steps > number  # type: ignore[attr-defined]
+    assert executor.target.runner.steps > number // 2  # type: ignore[attr-defined]
     assert holds_nothing(executor) and (scheduler.snapshot().preemptions > 0) == (kv_slots is not None)
 
 

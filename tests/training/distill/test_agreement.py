@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from specbranch.core.planner import SURE
+from specbranch.core.learning import SURE
 from specbranch.core.trees import CLASSES, EDGES
 from specbranch.lab.toys.toys import ToyRunner
 from specbranch.training.distill.agreement import LONGEST, AnsweredPrompt, compare, step_seconds

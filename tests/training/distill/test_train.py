@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from specbranch.core.draft_evaluation import JudgedPosition, evaluate
-from specbranch.core.planner import SURE
+from specbranch.core.learning import SURE
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
