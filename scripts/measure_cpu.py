@@ -63,7 +63,8 @@ def memory(threads: int) -> dict[str, float]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     runner: Any = llm.target_runner
     weights = 4 * sum(x.numel() for x in _tensors(runner.decoder))
-    cache = sum(cache.data.nbytes for cache in runner._spare)
+    pages = -(-llm.context_length // runner.page)  # memory of pages that were never written is not resident
+    cache = pages * runner.memory.data[0].nbytes
     rest = peak - weights - cache
     return {"load_seconds": loaded} | {
         f"{k}_mb": v / MEGABYTE for k, v in (("peak", peak), ("weights", weights), ("cache", cache), ("rest", rest))

@@ -195,15 +195,30 @@ def _noted_by(now: Callable[[], float]) -> Note:
     return note
 
 
-def decoded(target: Verifier, orders: PlainOrders, now: Callable[[], float]) -> PlainReports | None:
-    """Run a round of plain decoding; None: it has to be ordered."""
-    timed = Stretch(target, now)
-    started = target.decode(orders)
-    if started is None:
-        return None
-    orders.meanwhile()
-    step = started.step
-    tokens = step.sampled()
-    timed.end()
-    span, logprobs = timed.span(), step.logprobs
-    return PlainReports(tokens, span, step.ahead, step.launched, started.reached, started.failed, logprobs)
+class DecodesWithTarget:
+    """Rounds of plain decoding of an executor: its target makes them, the draft takes no part (`DecodesPlainly`)."""
+
+    target: Verifier
+    now: Callable[[], float]
+
+    @property
+    def decodes_plainly(self) -> bool:
+        """True if the target makes such rounds."""
+        return self.target.decodes_batches
+
+    def decodes(self, session: int, length: int) -> bool:
+        """True if the target decodes a session so, behind `length` tokens; then also behind more."""
+        return self.target.decodes(session, length)
+
+    def decode(self, orders: PlainOrders) -> PlainReports | None:
+        """Run a round of plain decoding; None: it has to be ordered."""
+        timed = Stretch(self.target, self.now)
+        started = self.target.decode(orders)
+        if started is None:
+            return None
+        orders.meanwhile()
+        step = started.step
+        tokens = step.sampled()
+        timed.end()
+        span, logprobs = timed.span(), step.logprobs
+        return PlainReports(tokens, span, step.ahead, step.launched, started.reached, started.failed, logprobs)

@@ -19,13 +19,20 @@ from dataclasses import dataclass
 
 from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span
-from specbranch.core.plain_rounds import PlainOrders, PlainReports
 from specbranch.core.request import Request
 from specbranch.core.warm_up import warming
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.child_answers import Asked, BadAnswer
 from specbranch.exec.child_speed import ChildLimits, ChildSpeed, amount_of
-from specbranch.exec.halves import Stretch, decoded, kv_slots_of, parted, prefills_of, reports_of, run_deferred
+from specbranch.exec.halves import (
+    DecodesWithTarget,
+    Stretch,
+    kv_slots_of,
+    parted,
+    prefills_of,
+    reports_of,
+    run_deferred,
+)
 from specbranch.exec.link import Link, LinkLost
 from specbranch.exec.messages import (
     Broken,
@@ -114,7 +121,7 @@ class ChildRound:
         return self.heads is not None or self.made is not None
 
 
-class Process:
+class Process(DecodesWithTarget):
     """Verifies here while a child drafts."""
 
     def __init__(
@@ -190,19 +197,6 @@ class Process:
         lost = drafts if answer.made is None else ()
         made, failed, spans = answer.made or {}, started.failed, (answer.span, timed.span())
         return reports_of(orders, made, verdicts, failed, *spans, lost, started.reached)
-
-    @property
-    def decodes_plainly(self) -> bool:
-        """True if the target makes rounds of plain decoding for a batch."""
-        return self.target.decodes_batches
-
-    def decodes(self, session: int, length: int) -> bool:
-        """True if the target decodes a session in a plain batch."""
-        return self.target.decodes(session, length)
-
-    def decode(self, orders: PlainOrders) -> PlainReports | None:
-        """Run a round of plain decoding, which the child takes no part in; see `DecodesPlainly`."""
-        return decoded(self.target, orders, self.now)
 
     def kv_slots(self) -> tuple[KVSlots, ...]:
         """Return the KV slots of the target, if it counts them; those of the child are unknown here."""

@@ -16,15 +16,14 @@ from typing import TypeVar
 
 from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Reports, Verdict, Verify
-from specbranch.core.plain_rounds import PlainOrders, PlainReports
 from specbranch.core.request import Request
 from specbranch.core.runner import Done
 from specbranch.core.warm_up import warming
 from specbranch.exec.drafter import Announce, Drafter
 from specbranch.exec.halves import (
+    DecodesWithTarget,
     Stretch,
     Verifying,
-    decoded,
     kv_slots_of,
     parted,
     prefills_of,
@@ -39,7 +38,7 @@ log = logging.getLogger("specbranch")
 Found = TypeVar("Found")
 
 
-class Serial:
+class Serial(DecodesWithTarget):
     """Drafts, then verifies."""
 
     restarts = 0  # a worker in this process is never restarted
@@ -71,19 +70,6 @@ class Serial:
         verdicts = verifying.judged(partial(self._read_ahead, verifies))
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)
-
-    @property
-    def decodes_plainly(self) -> bool:
-        """True if the target makes rounds of plain decoding for a batch."""
-        return self.target.decodes_batches
-
-    def decodes(self, session: int, length: int) -> bool:
-        """True if the target decodes a session in a plain batch."""
-        return self.target.decodes(session, length)
-
-    def decode(self, orders: PlainOrders) -> PlainReports | None:
-        """Run a round of plain decoding; see `DecodesPlainly`."""
-        return decoded(self.target, orders, self.now)
 
     def kv_slots(self) -> tuple[KVSlots, ...]:
         """Return the KV slots of each model that counts them."""
