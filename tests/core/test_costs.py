@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import get_args
 
 import pytest
@@ -384,3 +385,17 @@ def test_a_machine_that_is_slow_for_a_while_changes_no_comparison_where_rounds_a
                 at = run_of(costs, at, 1.6, found, 16, ())
     assert costs.target_seconds(1) + costs.gap("plain") == pytest.approx(2.8, rel=0.05)
     assert costs.target_seconds(16) + costs.gap("lookup") == pytest.approx(3.2, rel=0.1)
+
+
+def test_uneven_rounds_change_no_comparison() -> None:
+    """Now and then a round is slow; a thousand plain ones must not make rows look dear that nobody verifies."""
+    costs, random = MeasuredCosts(overlap=False), Random(3)
+    for rows, seconds in ((1, 10.0), (2, 12.0), (16, 30.0)):
+        costs.target.set(rows, seconds)
+    at = 0.0
+    for _ in range(1000):
+        seconds = 10.0 * (1.0 + random.expovariate(3.0))
+        costs.observe({1: Orders(verify=Verify(Context(9, (1,))))}, {1: Reports(verifying=Span(at, at + seconds, 1))})
+        at += seconds
+    assert costs.target_seconds(2) / costs.target_seconds(1) == pytest.approx(1.2)
+    assert 0.9 < costs.factor < 1.7

@@ -18,15 +18,15 @@ from specbranch.core.orders import DraftOrder, Orders, Prefill, Reports, Span, V
 TIMES_KEPT = 15  # latest values that a median is taken of
 SLOPE = 0.05  # share of the seconds of one row that each further row of a target forward adds, until more is timed
 LANE = 0.05  # the same for each further row of a draft step
-MOST_RATIO = 1.5  # a round counts as at most this many times as slow, or as fast, as expected
 LATEST = 31  # rounds of a size whose median counts, the time at load among them
 AT_LOAD = 4  # rounds that the time at load counts as
 PLANNING_SECONDS = 0.0001  # of the host for each session's plan, until it is timed
 PLAIN_ROUNDS = 2  # plain rounds that are timed first
 PRIOR_RUNS = 3  # runs that the first guess of the host's part of a kind of run counts as
+PLAIN_SETTLED = 9  # plain runs whose median stays what a plain run takes; later ones move the machine's factor
 FADE_EVERY = 256  # runs of other kinds after which that guess counts as one run more
 PLAIN_EVERY = 256  # rounds after which a plain round is timed again
-FACTOR_PACE = 0.3  # part of a round's ratio, in logarithms, that the machine's common factor takes over
+FACTOR_RUNS = 7  # latest runs whose median is the machine's common factor; a plain one counts twice
 MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
 Model = Literal["target", "draft"]
 # Kinds of runs: "draft" and the "verify" behind it are one round; "plain" and "lookup" verify without a draft.
@@ -178,25 +178,27 @@ class Curve:
             self._first[rows] = seconds
         return True
 
-    def correct(self, rows: int, seconds: float) -> bool:
-        """Take in the seconds of a round, on a machine as fast as at load; returns False for the very first of a size.
+    def meets(self, rows: int) -> bool:
+        """Note a round of a size; returns False for the very first: it may include a setup."""
+        if rows in self._latest:
+            return True
+        self._latest[rows] = deque([self.seconds(rows)] * AT_LOAD, maxlen=LATEST)
+        return False
 
-        That one may include a setup, and is dropped; then the median of the latest counts, the time at load among them.
-        """
-        if rows not in self._latest:
-            self._latest[rows] = deque([self.seconds(rows)] * AT_LOAD, maxlen=LATEST)
-            return False
+    def correct(self, rows: int, seconds: float) -> None:
+        """Take in the seconds of a round, on a machine as fast as at load: the median of the latest counts, the time at
+        load among them."""
         self._latest[rows].append(seconds)
         self.set(rows, median(self._latest[rows]))
-        return True
 
 
 class MeasuredCosts:
     """Costs timed at load (`rehearsal.py`), and corrected by rounds.
 
     A common factor follows the speed of the machine: it is the same for both models, so a phase in which everything is
-    slow changes no comparison. What remains corrects the point of the size. A single slow round hardly counts: ratios
-    are clipped. If target forwards are padded, all forwards of one padded size share their time.
+    slow changes no comparison. What remains corrects the point of the size; that of a plain round stays as it was timed
+    at load, so that factor and points cannot drift apart. A single slow round does not count: both are medians. If
+    target forwards are padded, all forwards of one padded size share their time.
 
     A device that launches rounds ahead hides the host behind its work, in some kinds of runs more than in others, so
     the times of its forwards do not compare. There the curves stay as they were timed at load, and each kind of run has
@@ -213,6 +215,7 @@ class MeasuredCosts:
         self.factor = 1.0  # how slow the machine is now, by its speed at load
         self.hosts: dict[tuple[RunKind, int], Recent] = {}  # by the power of two of the sessions, too
         self.slow_downs: dict[Model, Recent] = {model: Recent() for model in get_args(Model)}
+        self._ratios: deque[float] = deque(maxlen=FACTOR_RUNS)  # of the latest runs: seconds, by those timed at load
         self.last_run: float | None = None  # seconds of the latest whole run, on a device that launches ahead
         self._ended: float | None = None
         self._plain_runs = 0  # that were timed
@@ -360,19 +363,21 @@ class MeasuredCosts:
             self._since_plain = 0 if kind == "plain" else self._since_plain + 1
         at = kind, sessions.bit_length()
         if at not in self.hosts:  # the first run of a kind may include a setup
-            self.hosts[at] = Recent([self.gap(kind, sessions) / self.factor] * PRIOR_RUNS)
+            prior = [] if kind == "plain" else [self.gap(kind, sessions) / self.factor] * PRIOR_RUNS
+            self.hosts[at] = Recent(prior)
             return
         recent = self.hosts[at]
-        if len(recent.values) > 2 * PRIOR_RUNS:  # otherwise what the kind costs is hardly known
-            self._follow(whole / max(self.factor * (modelled + recent.median), 1e-12))
-        recent.add(whole / self.factor - modelled)
+        if kind != "plain" or len(recent.values) < PLAIN_SETTLED:
+            recent.add(whole / self.factor - modelled)
+        elif kind == "plain":
+            self._follow(whole, modelled + recent.median, True)
         self._fade(at)
 
     def _fade(self, seen: tuple[RunKind, int]) -> None:
         """Have the other kinds of runs of this batch size go back to their first guess, slowly."""
         self._unseen[seen] = 0
         for at, recent in self.hosts.items():
-            if at[1] == seen[1] and at != seen:
+            if at[1] == seen[1] and at != seen and at[0] != "plain":
                 self._unseen[at] = self._unseen.get(at, 0) + 1
                 if self._unseen[at] >= FADE_EVERY:
                     self._unseen[at] = 0
@@ -389,9 +394,10 @@ class MeasuredCosts:
             self.slow_downs["draft"].add((seconds - expected) / len(steps))
         elif not self.step.meet(_mean(steps), (seconds / self.factor - self.setup) / len(steps)):
             ratio = seconds / max(expected, 1e-12)
-            known = [self.step.correct(width, self.step.seconds(width) * ratio) for width in set(steps)]
-            if all(known):
-                self._follow(ratio)
+            if all(map(self.step.meets, set(steps))):
+                self._follow(ratio, 1.0 / self.factor, False)
+                for width in set(steps):
+                    self.step.correct(width, self.step.seconds(width) * ratio)
 
     def _verified(self, span: Span, steps: int) -> None:
         """Learn from the target's part of a round; `steps`: draft steps at the same time."""
@@ -400,15 +406,18 @@ class MeasuredCosts:
             if self.knows_target:
                 self.slow_downs["target"].add((span.seconds - self.target_seconds(span.tokens)) / steps)
         elif not self.target.meet(rows, span.seconds / self.factor):
-            expected = self.target_seconds(span.tokens)
-            if self.target.correct(rows, span.seconds / self.factor):
-                self._follow(span.seconds / max(expected, 1e-12))
+            plain = rows == self._rows(1)
+            if self.target.meets(rows):
+                self._follow(span.seconds, self.target.seconds(rows), plain)
                 self._plain_runs += span.tokens == 1
+                if not plain:
+                    self.target.correct(rows, span.seconds / self.factor)
             self._since_plain = 0 if span.tokens == 1 else self._since_plain + 1
 
-    def _follow(self, ratio: float) -> None:
-        """Have the machine's factor follow a round."""
-        self.factor *= min(max(ratio, 1.0 / MOST_RATIO), MOST_RATIO) ** FACTOR_PACE
+    def _follow(self, seconds: float, at_load: float, plain: bool) -> None:
+        """Have the machine's factor follow a run."""
+        self._ratios.extend([seconds / max(at_load, 1e-12)] * (2 if plain else 1))
+        self.factor = median(self._ratios)
 
     @property
     def plain_due(self) -> bool:
