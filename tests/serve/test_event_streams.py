@@ -78,7 +78,7 @@ def test_a_stream_has_what_the_whole_answer_has(repeating: Running) -> None:
     draw = random.Random(11)
     spoken = repeating.post(COMPLETE, {**LONG, "max_tokens": 300, "stream": False}).json()["choices"][0]["text"]
     ended: set[str] = set()
-    for _ in range(40):
+    for _ in range(20):
         path, asked = drawn(draw, spoken)
         whole = repeating.post(path, asked).json()
         options = draw.choice((USAGE, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}))
