@@ -32,11 +32,10 @@ from specbranch.training.distill.train import (
     METRICS,
     PICTURE,
     Trained,
-    TrainSettings,
     frequent_tokens,
-    learning_rate,
     train,
 )
+from specbranch.training.distill.train_settings import TrainSettings, learning_rate
 from tiny_models import SHAPE, saved, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
