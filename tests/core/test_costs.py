@@ -73,6 +73,14 @@ def test_reading_a_prompt_is_no_round() -> None:
     assert not costs.knows_target
 
 
+@pytest.fixture
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rehearse as users do, not as briefly as tests that load a pair."""
+    for name, sizes in (("ROWS", REHEARSED_ROWS), ("WIDTHS", REHEARSED_WIDTHS), ("LENGTHS", REHEARSED_LENGTHS)):
+        monkeypatch.setattr(f"specbranch.core.rehearsal.REHEARSED_{name}", sizes)
+
+
+@pytest.mark.usefixtures("every_size")
 @pytest.mark.parametrize("setup", [0.0, 7.0])
 def test_a_rehearsal_finds_what_a_profile_charges(setup: float) -> None:
     costs, profile = MeasuredCosts(), replace(STEEP, draft_setup=setup)
