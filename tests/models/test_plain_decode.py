@@ -21,6 +21,7 @@ from specbranch.core.methods import METHODS
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.prefill_budget import RoundLimits
 from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Verdicts, VerifyWork
 from specbranch.core.scheduler import Scheduler, Ticket
 from specbranch.core.session import Session
 from specbranch.errors import PoolFull
@@ -58,9 +59,9 @@ PLAIN = SpeculativeConfig(method="autoregressive")
 
 
 class Counting(GpuRunner):
-    """Counts its steps, and those of plain decoding."""
+    """Counts its steps, those of plain decoding, and the trials that went with these."""
 
-    ran = decoded = 0
+    ran = decoded = verified = 0
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -72,9 +73,10 @@ class Counting(GpuRunner):
 
         self.launcher.run_packed = counted  # type: ignore[method-assign]
 
-    def launch_decode(self, rows: DecodeRows) -> Reading:
+    def launch_decode(self, rows: DecodeRows, verify: VerifyWork | None = None) -> tuple[Reading, Verdicts | None]:
         self.decoded += 1
-        return super().launch_decode(rows)
+        self.verified += len(verify.trials) if verify else 0
+        return super().launch_decode(rows, verify)
 
 
 @pytest.fixture(scope="module")
@@ -323,10 +325,11 @@ def test_scores_that_are_no_number_end_their_own_request_only(
         loop.step()
     launch = GpuRunner.launch_decode
 
-    def spoiled(self: GpuRunner, rows: DecodeRows) -> Reading:
-        results = launch(self, rows)()
+    def spoiled(self: GpuRunner, rows: DecodeRows, verify: VerifyWork | None = None) -> tuple[Reading, None]:
+        assert verify is None
+        results = launch(self, rows)[0]()
         results[[row.request.seed == 1 for row in rows.rows], CONFIDENCE] = np.nan
-        return Reading(lambda: results, lambda: True)
+        return Reading(lambda: results, lambda: True), None
 
     monkeypatch.setattr(GpuRunner, "launch_decode", spoiled)
     while loop.live:
@@ -344,10 +347,10 @@ def test_a_launch_that_fails_costs_a_round_and_no_text(
     sessions, loop, calls = [session(n, params, some_tokens(10, n)) for n in range(3)], loop_of(runner), iter(range(99))
     launch = GpuRunner.launch_decode
 
-    def failing(self: GpuRunner, rows: DecodeRows) -> Reading:
+    def failing(self: GpuRunner, *given: Any) -> Any:
         if next(calls) == which:
             raise torch.cuda.OutOfMemoryError("out of memory")
-        return launch(self, rows)
+        return launch(self, *given)
 
     monkeypatch.setattr(GpuRunner, "launch_decode", failing)
     for one in sessions:
@@ -366,9 +369,9 @@ def test_a_step_never_exceeds_the_memory_of_partial_results(decoder: Decoder, mo
     monkeypatch.setattr(attention, "PARTIAL_BYTES", each * (1 + -(-100 // attention.WIDE_BLOCK)) * 32)
     runner, launch = GpuRunner(decoder, CONTEXT), StepLauncher.launch_decode
 
-    def watched(self: StepLauncher, rows: DecodeRows) -> Any:
+    def watched(self: StepLauncher, rows: DecodeRows, *given: Any) -> Any:
         sizes.append(self.fits_one_step(len(rows), int(rows.positions.max()) + 1))
-        return launch(self, rows)
+        return launch(self, rows, *given)
 
     monkeypatch.setattr(StepLauncher, "launch_decode", watched)
     params, loop = SamplingParams(max_tokens=16, ignore_eos=True), loop_of(runner)
