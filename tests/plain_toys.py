@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from paged_toys import PagedToyRunner
 from specbranch.core.orders import Context, Verify
-from specbranch.core.runner import Feed, PlainStep, Trial, VerifyWork
+from specbranch.core.runner import Feed, PlainStep, Trial, Verdicts, VerifyWork
 from specbranch.core.slots import ROOT
 from specbranch.errors import CacheFull, SpecBranchError
 from specbranch.lab.toys.toys import ToyRunner
@@ -61,8 +61,10 @@ class DecodesAhead(ToyRunner):
         self._flight |= {seq: len(texts[seq]) - 1 for seq in late} | self._joining
         self._joining = {}
         self.steps += 1
-        verdicts = self.verify(verify.work, verify.trials) if verify is not None and self._flight else None
-        self.verified += len(verify.trials) if verify is not None and verdicts is not None else 0
+        verdicts = None
+        if verify is not None and self._flight:
+            judged = self.verify(verify.work, verify.trials)()  # a device has all that it needs
+            verdicts, self.verified = Verdicts(lambda: judged), self.verified + len(judged)
         return PlainStep(lambda: found, len(found), ahead, frozenset(self._flight), failed, {}, verdicts)
 
     def _next(self, seq: int, text: Sequence[int]) -> int:

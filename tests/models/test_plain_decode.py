@@ -33,9 +33,9 @@ from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import ChunkRows, Rows
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu import asking, attention
-from specbranch.models.gpu.decode_rows import DecodeRow, DecodeRows
+from specbranch.models.gpu.decode_rows import DecodeRow, DecodeRows, VerifyRows
 from specbranch.models.gpu.launching import StepLauncher
-from specbranch.models.gpu.layout import CONFIDENCE, Bucket, pack, views
+from specbranch.models.gpu.layout import CONFIDENCE, Bucket, Choosing, pack, views
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.step import GpuStep
 from specbranch.models.loading import load_native
@@ -123,7 +123,7 @@ def loop_of(runner: GpuRunner, executor: type[Serial] = Serial, budget: int = 48
 def test_a_packed_decode_step_is_that_of_the_same_rows() -> None:
     rng = random.Random(0)
     for _ in range(60):
-        pool, count = Pool(400), rng.choice([1, 2, 3, 16, 17, 40])
+        pool, count = Pool(600), rng.choice([1, 2, 3, 16, 17, 40])
         positions = [rng.choice([0, 1, 31, 32, 63, 64, 255, 256, 257, 300, 511, 700]) for _ in range(count)]
         tokens = [rng.randrange(-count, 100) for _ in range(count)]
         rows = [
@@ -141,6 +141,16 @@ def test_a_packed_decode_step_is_that_of_the_same_rows() -> None:
         step = DecodeRows(rows, positions, tokens)
         made = step.pack(9999, least, prompts, 16)
         _check_same(expected, bucket, *made, count)
+        others = [_chain(pool, rng.choice([0, 40, 255]), rng.randint(1, 9)) for _ in range(rng.choice([1, 2]))]
+        spots += [Spot(rows[0].request, 5, list)] * sum(len(part.tokens) for part in others)
+        choosing = asking.choosing_of(len(spots), enumerate(spots))
+        for row in range(count + 1, count + len(others[0].tokens)):
+            choosing.parent[row], choosing.said[row] = row - 1, 5
+        behind = Choosing(*(numbers[count:].copy() for numbers in choosing))
+        behind.parent[:] -= count
+        expected, bucket = pack([*work, *others], 9999, choosing, None, least, prompts, 16)
+        made = step.pack(9999, least, prompts, 16, VerifyRows(others, behind))
+        _check_same(expected, bucket, *made, len(spots))
         positions = [at + 1 for at in positions]
         for row, at in zip(rows, positions, strict=True):
             row.table.reach(at + 1)
@@ -154,6 +164,10 @@ def _table(pool: Pool, kv_slots: int) -> Table:
     table = Table(pool)
     table.reach(kv_slots)
     return table
+
+
+def _chain(pool: Pool, prefix: int, count: int) -> Rows:
+    return Rows(_table(pool, prefix + count), [5] * count, prefix, prefix, [(2 << row) - 1 for row in range(count)])
 
 
 def _request(seed: int, temperature: float) -> Request:

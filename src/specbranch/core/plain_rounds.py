@@ -19,9 +19,10 @@ from specbranch.core.members import Member
 from specbranch.core.orders import Branch, DraftOrder, Orders, Prefill, Reports, Span, TokenLogprobs, Verify
 from specbranch.errors import SpecBranchError
 
-# Sessions that decode plainly, for each one that does not; with fewer of them all are ordered session by session. A
-# session that drafts and verifies loses up to half of its speed in plain rounds, the others gain less in small batches.
-PLAIN_FOR_EACH_OTHER = 4
+# Sessions that decode plainly in such a round, at least, if others share it; and there are no fewer of them than of the
+# others. In a smaller batch all sessions are ordered one by one: that costs the host little, and the others verify in
+# every round.
+LEAST_PLAIN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,8 @@ class PlainRounds:
                 others.append(member)
             else:
                 (prefilling if member.uncomputed or member.draft_uncomputed else others).append(member)
-        drafting = [member for member in prefilling if member.draft_uncomputed]
-        if whole or PLAIN_FOR_EACH_OTHER * (len(others) + len(drafting)) > len(decoding):
+        asking = len(others) + sum([member.draft_uncomputed > 0 for member in prefilling])
+        if whole or (asking and len(decoding) < max(LEAST_PLAIN, asking)):
             launched = [member for member in decoding if member.session.number in self.launched]
             return PlainBatch(launched, [], [], goes_on=False) if launched else None
         return PlainBatch(decoding, prefilling, others) if decoding else None
