@@ -190,7 +190,7 @@ def test_texts_are_those_of_each_session_alone_in_any_mix(
     assert not scheduler.loop._plain._rounds.has_failed
 
 
-@pytest.mark.parametrize("how", tiered(HOST_BOUND, (*HOST_BOUND[:2], *HOST_BOUND[5:7]).__contains__), ids="-".join)
+@pytest.mark.parametrize("how", tiered(HOST_BOUND, (*HOST_BOUND[:2], *HOST_BOUND[4:7:2]).__contains__), ids="-".join)
 def test_sessions_that_decode_plainly_are_not_ordered_whoever_shares_their_steps(
     how: tuple[str, Rule], decoders: tuple[Decoder, Decoder]
 ) -> None:
@@ -245,7 +245,7 @@ def test_hidden_states_come_from_a_step_that_others_decode_in(decoders: tuple[De
         assert [*chain(*one.chances)] == pytest.approx([*chain(*other.chances)], abs=1e-9)
 
 
-@pytest.mark.parametrize("what", ["freed", "preempted", "paused", "too many others"])
+@pytest.mark.parametrize("what", ["freed", "preempted", "paused", "left alone", "too many others"])
 def test_a_verify_order_in_flight_that_is_not_read_has_no_effect(what: str, decoders: tuple[Decoder, Decoder]) -> None:
     how: tuple[str, Rule] = ("speculative", "ratio")
     target = Counting(decoders[0], CONTEXT)
@@ -267,12 +267,18 @@ def test_a_verify_order_in_flight_that_is_not_read_has_no_effect(what: str, deco
         loop.set_paused(other, True)
         loop.step()
         loop.set_paused(other, False)
+    elif what == "left alone":  # its order comes again, in a round of orders
+        for paused in (True, False):
+            for one in sessions:
+                loop.set_paused(one, paused)
+            loop.step()
     else:
         for one in sessions[1:]:
             loop.remove(one)
     while loop.live:
         loop.step()
     target.check()
+    assert not loop._plain._rounds.has_failed
     assert sessions[0].tokens == alone(decoders, sessions[0], None)
     expected = alone(decoders, other, how)
     assert other.tokens == (expected if what != "freed" else expected[: len(other.tokens)])

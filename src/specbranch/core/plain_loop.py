@@ -92,6 +92,8 @@ class PlainLoop:
     def _asked(self, batch: PlainBatch) -> dict[int, Orders]:
         """Return what sessions order that do not decode plainly; nothing of those whose rows are being computed."""
         idle = {one.session.number: one for one in batch.others if one.session.number not in self._rounds.verifying}
+        for member in idle.values():
+            member.renew()  # it may have decoded plainly before
         self._host.answer_offers(idle, len(batch.decoding))
         ordered = {number: one.next_orders for number, one in idle.items() if number in self._host.members}
         return {number: orders for number, orders in ordered.items() if orders is not None}
@@ -109,6 +111,7 @@ class PlainLoop:
                 if isinstance(orders, Orders) and orders.deferred is not None:
                     orders.deferred.attempt()
 
+        rounds.forget()  # if the round fails or is interrupted, nothing is launched
         try:
             return rounds.executor.decode(PlainOrders(texts, going_on(batch), asked, heads, meanwhile))
         except Exception as error:
@@ -130,16 +133,11 @@ class PlainLoop:
     def _deliver(self, batch: PlainBatch, asked: Mapping[int, Orders], reports: PlainReports) -> list[Session]:
         """Hand tokens of plain decoding to their sessions, and their reports to the others; returns who got any."""
         host, rounds = self._host, self._rounds
-        read, rounds.verifying = rounds.verifying, {}
-        rounds.launched = reports.launched
-        for number in reports.verifying:
-            wants = host.members[number].orders
-            assert wants is not None
-            rounds.verifying[number] = wants
+        rounds.launched, rounds.verifying = reports.launched, reports.verifying
         took_part = self._deliver_tokens(batch.decoding, reports)
         for number, report in reports.verified.items():
             member = host.members.get(number)
-            if member is not None and member.orders is read.get(number) and not member.paused:
+            if member is not None and not member.paused:  # otherwise its order comes again
                 took_part.append(member.session)
                 self._deliver_verdict(member, report)
         for number, orders in asked.items():

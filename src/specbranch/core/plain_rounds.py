@@ -68,7 +68,7 @@ class PlainReports:
     logprobs: Mapping[int, TokenLogprobs]  # of sessions that want them
     others: Mapping[int, Reports]  # of prefill and draft orders
     verified: Mapping[int, Reports]  # of verify orders of the round before, whose rows this round has read
-    verifying: frozenset[int]  # verify orders that the next round answers
+    verifying: frozenset[int]  # sessions whose verify order the next round answers, if nothing else comes before it
 
 
 @runtime_checkable
@@ -106,12 +106,12 @@ class PlainRounds:
         able = isinstance(executor, DecodesPlainly) and executor.decodes_plainly
         self.executor = executor if isinstance(executor, DecodesPlainly) and able else None
         self.launched: frozenset[int] = frozenset()  # sessions whose next token is being computed
-        self.verifying: dict[int, Orders] = {}  # orders whose rows are being computed with these
+        self.verifying: frozenset[int] = frozenset()  # sessions whose verify order is being computed with these
         self.has_failed = False  # a warning said so
 
     def forget(self) -> None:
         """Forget what is launched: its orders come again."""
-        self.launched, self.verifying = frozenset(), {}
+        self.launched = self.verifying = frozenset()
 
     def batch(self, live: Iterable[Member], chunked: bool) -> PlainBatch | None:
         """Return the sessions of the next round; None: it is none of plain decoding.
