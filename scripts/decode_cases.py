@@ -2,19 +2,24 @@
 
 Owns the measurement and its bars; `measure_prefill.py` chooses and prints it. A round's time is the median gap between
 two tokens of a request, prompts left out. The device's own time is that of the step as it was timed when it was
-captured; what is beyond it counts as idle.
+captured; what is beyond it counts as idle. Beside a request that needs the host in each round, rounds alternate, so
+there the mean counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import median
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 from prefill_cases import Figure, Sizes
 from prefill_prompts import short_prompts
 
 from specbranch import SamplingParams
+from specbranch.answer import Answer
+from specbranch.config import SpeculativeConfig
 from specbranch.core.runner import TimesForwards
 from specbranch.engine import LLMView
 from specbranch.lab.bench.recorded_pair import RecordedPair
@@ -28,15 +33,22 @@ SAMPLINGS: dict[str, tuple[dict[str, Any], float]] = {  # parameters, and the le
     "top-p 0.9": ({"temperature": 0.8, "top_p": 0.9}, 0.95),
     "penalties and log-probabilities": ({"presence_penalty": 0.5, "logprobs": 5}, 0.95),
 }
+OTHERS: dict[str, tuple[SpeculativeConfig, dict[str, Any]]] = {  # requests that need the host in each round
+    "one under the ratio rule": (SpeculativeConfig(method=BASELINE, rule="ratio"), {"temperature": 0.8}),
+    "one with drafts": (SpeculativeConfig(method="speculative"), {}),
+}
+OTHERS_BAR = 0.97  # the least share of the rate without such a request
 
 
 def decode_figures(recorded: RecordedPair, sizes: Sizes) -> Iterator[Figure]:
-    """Measure tokens a second of plain decoding by batch size, and by sampling parameters in the largest batch."""
+    """Measure tokens a second of plain decoding by batch size; in the largest batch also by sampling parameters, and
+    beside a request that needs the host."""
     llm, runner = recorded.llm.using(BASELINE), recorded.llm.target_runner
     batches = [count for count in RATE_BARS if count <= sizes.at_once]
     for count in batches:
         prompts = short_prompts(recorded.llm.tokenizer, count)
-        greedy = _round_seconds(llm, prompts, sizes, {})
+        gaps = _gaps(_Batch(llm, prompts), sizes)
+        greedy = median(gaps)
         yield Figure("decode", f"{count} at once", count / greedy, "tokens/s", RATE_BARS[count], at_least=True)
         step = runner.forward_seconds(count) if isinstance(runner, TimesForwards) else None
         idle = None if step is None else 100.0 * max(1.0 - step / greedy, 0.0)
@@ -44,33 +56,62 @@ def decode_figures(recorded: RecordedPair, sizes: Sizes) -> Iterator[Figure]:
         yield Figure("decode", f"{count} at once, the device idles", idle, "%", IDLE_BAR, note=note)
         if count == batches[-1]:
             for name, (params, bar) in SAMPLINGS.items():
-                share = greedy / _round_seconds(llm, prompts, sizes, params)
+                share = greedy / median(_gaps(_Batch(llm, prompts, params), sizes))
                 yield Figure("decode", f"{count} at once, {name}", share, "of greedy", bar, at_least=True)
+            for name, (config, params) in OTHERS.items() if count > 1 else ():
+                other = recorded.llm.using(speculative=config)
+                share = fmean(gaps) / fmean(_gaps(_Batch(llm, prompts, {}, other, params), sizes))
+                yield Figure("decode", f"{count} at once, {name}", share, "of all plain", OTHERS_BAR, at_least=True)
 
 
-def _round_seconds(llm: LLMView, prompts: Sequence[list[int]], sizes: Sizes, params: dict[str, Any]) -> float:
-    """Return the median seconds of a round in which all prompts decode."""
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Requests that decode plainly, the last one perhaps otherwise."""
+
+    llm: LLMView
+    prompts: Sequence[list[int]]
+    params: dict[str, Any] = field(default_factory=dict)
+    other: LLMView | None = None  # that decodes the last prompt
+    other_params: dict[str, Any] = field(default_factory=dict)
+
+    def answers(self, tokens: int) -> list[Answer]:
+        """Make the answers; that of `other` is the last."""
+        asked = [(self.llm, prompt, self.params) for prompt in self.prompts]
+        if self.other is not None:
+            asked[-1] = self.other, self.prompts[-1], self.other_params
+        return [
+            answer
+            for llm, prompt, params in asked
+            for answer in llm.core.make_samples(
+                prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=1, **params), llm.decoding
+            )
+        ]
+
+
+def _gaps(batch: _Batch, sizes: Sizes) -> list[float]:
+    """Return the seconds between two tokens of requests that decode plainly, while all requests decode."""
     gaps: list[float] = []
     for turn in range(1 + sizes.turns):  # the first turn warms up
-        arrivals = _answered(llm, prompts, SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, seed=1, **params))
+        arrivals = _answered(batch, sizes.tokens)
+        plain = arrivals if batch.other is None else arrivals[:-1]
         last_start = max(one.times[0] for one in arrivals)
         first_end = min(one.times[-1] for one in arrivals)
         if turn:
             gaps += [
                 later - earlier
-                for one in arrivals
-                for earlier, later in zip(one.times, one.times[1:], strict=False)
+                for one in plain
+                for earlier, later in pairwise(one.times)
                 if last_start <= earlier and later <= first_end
             ]
-    return median(gaps)
+    return gaps
 
 
-def _answered(llm: LLMView, prompts: Sequence[list[int]], params: SamplingParams) -> list[Arrivals]:
-    answers = [answer for prompt in prompts for answer in llm.core.make_samples(prompt, params, llm.decoding)]
+def _answered(batch: _Batch, tokens: int) -> list[Arrivals]:
+    answers = batch.answers(tokens)
     arrivals = [Arrivals() for _ in answers]
     for answer, arrived in zip(answers, arrivals, strict=True):
         answer.session.on_round = arrived.note
-    for answer in llm.core.run_all(answers, len(answers)):
+    for answer in batch.llm.core.run_all(answers, len(answers)):
         if (error := answer.output().error) is not None:
             raise error
     return arrivals
