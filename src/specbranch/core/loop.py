@@ -339,6 +339,7 @@ class Loop:
         """
         session, emitted = member.session, member.session.stats.emitted
         session.now = self.executor.now()
+        session.launched = session.number in self._plain.launched
         session.stats.note_prompt(session.number, reports)
         if self.trace:
             self.trace.record(session.number, orders, reports)

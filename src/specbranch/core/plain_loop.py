@@ -70,6 +70,11 @@ class PlainLoop:
     def __init__(self, executor: object, prefills: Prefills, host: PlainHost) -> None:
         self._rounds, self._prefills, self._host = PlainRounds(executor), prefills, host
 
+    @property
+    def launched(self) -> frozenset[int]:
+        """Sessions whose next token is being computed."""
+        return self._rounds.launched
+
     def forget(self) -> None:
         """Forget what is launched: a round of orders comes."""
         self._rounds.forget()
@@ -121,10 +126,9 @@ class PlainLoop:
             return None
 
     def _learn(self, reports: PlainReports, sessions: int, asked: Mapping[int, Orders]) -> None:
-        """Learn the costs of a round; one in which prompts were computed, or a draft worked, says nothing of decode
-        rows."""
+        """Learn the costs of a round; one that also worked for other sessions says nothing of plain decoding."""
         host, prompts = self._host, self._prefills.costs
-        mixed = any(orders.prefill or orders.draft for orders in asked.values())
+        mixed = bool(asked) or bool(reports.verified)
         if host.costs is not None:
             host.costs.observe_plain(reports.span, sessions, mixed or prompts.tokens_ahead > 0)
         ahead = reports.ahead and bool(reports.launched)  # then prompt tokens go with the step that was launched now
@@ -158,7 +162,7 @@ class PlainLoop:
                 self._host.deliver(member, Orders(), Reports(error=error, verifying=span))
             elif (token := reports.tokens.get(session.number)) is not None:
                 took_part.append(session)
-                session.now = now
+                session.now, session.launched = now, session.number in reports.launched
                 self._take_token(member, token, reports.logprobs.get(session.number), span)
         return took_part
 

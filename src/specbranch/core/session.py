@@ -57,6 +57,7 @@ class Session:
         self.on_round: RoundWatcher | None = None
         self.batch_size = 1  # live sessions, itself included
         self.now = 0.0  # when its last round ended, on the executor's clock
+        self.launched = False  # a device computes its next token already
         self.waited = 0.0  # seconds of rounds that ran without it; see `take_waited`
         self._watch = watch
         self._ending = request.ending_ids
@@ -98,9 +99,9 @@ class Session:
         """Order a verify of the pending chain; `follows` as in `Verify`."""
         return Verify(self._context("target"), pending.tokens, None, pending.q, follows=self._unless_ended(follows))
 
-    def verify_plainly(self) -> Verify:
+    def verify_plainly(self, goes_on: bool = True) -> Verify:
         """Order the next token; `goes_on` says that one more will follow, `ends` that none will."""
-        return Verify(self._context("target"), goes_on=self.room > 1, ends=self.room <= 1)
+        return Verify(self._context("target"), goes_on=goes_on and self.room > 1, ends=self.room <= 1)
 
     def verify_tree(self, tree: Tree, aside: Aside | None = None, follows: Follows | None = None) -> Verify:
         """Order a verify of a tree, with `aside` rows in the same forward; `follows` as in `Verify`."""
