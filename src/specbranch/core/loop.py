@@ -155,6 +155,7 @@ class Loop:
     def join(self, session: Session, method: MethodRounds) -> None:
         """Add a session; it takes part from the next round on."""
         session.stats.started, session.batch_size = self.executor.now(), len(self._live) + 1
+        session.clock = self._prefills.costs.clock
         if not self._live:  # the time since the last round was idle
             self._prefills.costs.pause()
             if self.costs is not None:
