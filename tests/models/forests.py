@@ -1,0 +1,182 @@
+"""Random forests, and rounds over them that two implementations make side by side; every table is compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbranch.config import SamplingParams
+from specbranch.core.pages import PAGE
+from specbranch.core.request import Request
+from specbranch.core.slots import ROOT
+from specbranch.core.trees import Node, Tree
+from specbranch.models.gpu.forest_layout import DECODING, PLACE_FIELDS, Forest, new_forest
+from specbranch.models.gpu.granting import Granting, launch_send, new_granting, send_plainly
+from specbranch.models.gpu.layout import BEFORE, CONFIDENCE, Bucket, largest_size, views
+from specbranch.models.gpu.settling import launch_settle, settle_plainly
+
+CONTEXT, PAGES, SPARE, WORDS = 1024, 5, 7777, 12
+ROWS = PLACE_FIELDS.index("rows")
+
+
+@dataclass
+class Side:
+    """One implementation with its tables; `launches`: it uses the kernels."""
+
+    forest: Forest
+    granting: Granting
+    packed: Tensor
+    launches: bool
+
+    def send(self, bucket: Bucket) -> None:
+        (launch_send if self.launches else send_plainly)(self.forest, self.granting, self.packed, bucket, SPARE)
+
+    def settle(self, bucket: Bucket, picks: Tensor, results: Tensor) -> None:
+        device = self.packed.device
+        work = launch_settle if self.launches else settle_plainly
+        work(self.forest, self.packed, bucket, picks.to(device), results.to(device))
+
+
+def side(sessions: int, nodes: int, device: str, launches: bool) -> Side:
+    packed = torch.zeros(largest_size(PAGES), dtype=torch.int32, device=device)
+    return Side(new_forest(sessions, CONTEXT, nodes, PAGES, device), new_granting(sessions, device), packed, launches)
+
+
+def some_tree(rng: random.Random, most: int, length: int, root_scored: bool) -> tuple[Tree, list[int]]:
+    """A tree in which some nodes are computed, each behind its parent, and the draft's KV slots of these."""
+    nodes: list[Node] = []
+    taken: set[tuple[int, int]] = set()
+    for _ in range(rng.randrange(most + 1)):
+        parent = rng.choice([ROOT, *range(len(nodes)), len(nodes) - 1, len(nodes) - 1])
+        token = rng.randrange(WORDS)
+        depth = nodes[parent].depth + 1 if parent != ROOT else 1
+        if (parent, token) in taken or depth > 32:
+            continue
+        taken.add((parent, token))
+        above = nodes[parent] if parent != ROOT else None
+        chance = rng.choice([1.0, 0.5, 0.25, rng.random()])
+        scored = root_scored and (above is None or above.scored) and rng.random() < 0.6
+        reach = chance * (above.reach if above else 1.0) * rng.choice([1.0, 1.0, 0.9])  # not always up to date
+        nodes.append(Node(token, parent, chance, reach, depth, rng.randrange(3), 0.5, rng.randrange(3), scored))
+    slots, at = [], rng.randrange(3)
+    for node in nodes:
+        slots.append(at if node.scored else -1)
+        at += node.scored + (rng.random() < 0.2)
+    return Tree(tuple(nodes), root_scored), slots
+
+
+def some_request(rng: random.Random) -> Request:
+    params = SamplingParams(
+        temperature=rng.choice([0.0, 0.8]), max_tokens=500, stop_token_ids=tuple(rng.sample(range(WORDS), 1))
+    )
+    if rng.random() < 0.7:
+        params = replace(params, stop_token_ids=(WORDS + 5,))
+    return Request(params, rng.choice([0, 7, rng.getrandbits(63), -3]), 1, rng.randrange(3))
+
+
+def admit(rng: random.Random, sides: list[Side], row: int) -> None:
+    """Give a row to a new session on both sides."""
+    length, request = rng.choice([1, 2, rng.randrange(1, 900)]), some_request(rng)
+    tokens = [rng.randrange(WORDS) for _ in range(length)]
+    limit = min(length + rng.randrange(1, 60), CONTEXT - 100)
+    pages = [[rng.randrange(1, 500) for _ in range(PAGES)] for _ in range(2)]
+    for one in sides:
+        one.forest.admit(row, request, tokens, limit, (pages[0], pages[1]))
+
+
+def plant(rng: random.Random, sides: list[Side], row: int, most: int) -> None:
+    """Give a session a tree, behind which the draft has computed its text or has not."""
+    length = sides[0].forest.scalars(row)["length"]
+    computed = rng.random() < 0.7
+    tree, slots = some_tree(rng, most, length, computed and rng.random() < 0.9)
+    for one in sides:
+        one.forest.plant(row, tree, slots)
+        one.forest.set(row, draft_length=length if computed else rng.randrange(length))
+
+
+def some_picks(rng: random.Random, plain: Side, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """What a step might sample: often what a row's first child says, now and then nothing finite."""
+    step = views(plain.packed, bucket)
+    assert step.choosing is not None
+    said, parent = step.choosing[-1].tolist(), step.choosing[-2].tolist()
+    picks = [rng.randrange(WORDS) for _ in range(bucket.rows)]
+    for row in range(bucket.rows - 1, 0, -1):
+        if parent[row] != row and rng.random() < 0.8:
+            picks[parent[row]] = said[row]
+    results = torch.rand(bucket.rows, BEFORE + 2)
+    if rng.random() < 0.2:
+        results[rng.randrange(bucket.rows), CONFIDENCE] = float("nan")
+    return torch.tensor(picks, dtype=torch.int32), results
+
+
+def assert_same_forest(plain: Side, other: Side) -> None:
+    """Compare all tables, as far as they have a meaning."""
+    a, b = (replace_device(one.forest) for one in (plain, other))
+    assert torch.equal(a.sessions, b.sessions)
+    for row in range(a.count):
+        scalars = a.scalars(row)
+        assert torch.equal(a.history[row, : scalars["length"]], b.history[row, : scalars["length"]])
+        assert torch.equal(a.trees[row, : scalars["nodes"]], b.trees[row, : scalars["nodes"]]), row
+        for model, name in enumerate(("target_moves", "draft_moves")):
+            count = scalars[name]
+            assert torch.equal(a.moves[row, model, :, :count], b.moves[row, model, :, :count])
+        said = 2 + int(a.reports[row, 0])
+        assert torch.equal(a.reports[row, :said], b.reports[row, :said])
+    rows = a.places[..., ROWS]
+    assert torch.equal(rows, b.places[..., ROWS])
+    assert torch.equal(a.places[rows > 0], b.places[rows > 0])
+
+
+def replace_device(forest: Forest) -> Forest:
+    return Forest(*(getattr(forest, field.name).cpu() for field in fields(forest)))
+
+
+def assert_same_step(plain: Side, other: Side, bucket: Bucket) -> None:
+    """Compare two packed steps, as far as they have a meaning."""
+    a, b = views(plain.packed, bucket), views(other.packed.cpu(), bucket)
+    for name in ("tokens", "positions", "slots", "shared", "own_count", "choosing", "groups", "counts"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), (name, getattr(a, name), getattr(b, name))
+    for row, count in enumerate(a.own_count.tolist()):
+        assert torch.equal(a.own[row, :count], b.own[row, :count]), row
+    assert a.counts is not None and a.moves is not None and b.moves is not None
+    moved = int(a.counts[0])
+    assert torch.equal(a.moves[:, :moved], b.moves[:, :moved])
+    for first, rows, begin in a.groups.tolist():
+        if rows:
+            pages = (int(a.positions[first : first + rows].max()) // PAGE) + 1
+            assert torch.equal(a.tables[begin : begin + pages], b.tables[begin : begin + pages])
+
+
+def compare_rounds(
+    seed: int, sessions: int, device: str, nodes: int = 64, rounds: int = 4, between: Callable[..., None] | None = None
+) -> None:
+    """Make some rounds of a random forest with the kernels and with their twins, and compare both after each part."""
+    rng, capacity = random.Random(seed), 1 << (sessions - 1).bit_length()
+    plain, other = side(capacity, nodes, "cpu", False), side(capacity, nodes, device, True)
+    sides = [plain, other]
+    for row in rng.sample(range(capacity), sessions):
+        admit(rng, sides, row)
+    bucket = Bucket(256, 256) if capacity > 1 else rng.choice([Bucket(64, 4), Bucket(64, 64)])
+    for _ in range(rounds):
+        for row in range(capacity):
+            if plain.forest.scalars(row)["state"] == DECODING and rng.random() < 0.8:
+                plant(rng, sides, row, rng.choice([3, 20, nodes]))
+        if between is not None:
+            between(rng, plain, other)
+        seconds = np.cumsum([rng.random() * rng.choice([0.0, 0.01, 0.2]) for _ in range(bucket.rows)]).tolist()
+        rate, others = rng.random() * 8, rng.randrange(3)
+        for one in sides:
+            one.granting.price(rate, seconds, others, bucket.rows)
+            one.send(bucket)
+        assert_same_forest(plain, other)
+        assert_same_step(plain, other, bucket)
+        assert int(plain.granting.total[0]) == int(other.granting.total[0])
+        picks, results = some_picks(rng, plain, bucket)
+        for one in sides:
+            one.settle(bucket, picks, results)
+        assert_same_forest(plain, other)
