@@ -94,9 +94,10 @@ def plant(rng: random.Random, sides: list[Side], row: int, most: int) -> None:
     length = sides[0].forest.scalars(row)["length"]
     computed = rng.random() < 0.7
     tree, slots = some_tree(rng, most, length, computed and rng.random() < 0.9)
+    draft_length = length if computed else rng.randrange(length)
     for one in sides:
         one.forest.plant(row, tree, slots)
-        one.forest.set(row, draft_length=length if computed else rng.randrange(length))
+        one.forest.set(row, draft_length=draft_length, draft_moves=0)
 
 
 def some_picks(rng: random.Random, plain: Side, bucket: Bucket) -> tuple[Tensor, Tensor]:
@@ -117,7 +118,7 @@ def some_picks(rng: random.Random, plain: Side, bucket: Bucket) -> tuple[Tensor,
 def assert_same_forest(plain: Side, other: Side) -> None:
     """Compare all tables, as far as they have a meaning."""
     a, b = (replace_device(one.forest) for one in (plain, other))
-    assert torch.equal(a.sessions, b.sessions)
+    assert torch.equal(a.sessions, b.sessions), (a.sessions, b.sessions)
     for row in range(a.count):
         scalars = a.scalars(row)
         assert torch.equal(a.history[row, : scalars["length"]], b.history[row, : scalars["length"]])

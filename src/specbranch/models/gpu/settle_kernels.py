@@ -137,7 +137,7 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
     node = rows * 0 + ROOT
     taken = rows * 0
     moved = rows * 0
-    shifted = rows * 0
+    shifted = tl.load(session + DRAFT_MOVES)  # those that no draft step has made yet come first
     advance = rows * 0
     is_read = rows * 0
     ended = rows * 0 + DECODING

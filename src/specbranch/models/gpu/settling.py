@@ -85,7 +85,7 @@ def _settle_one(
     forest.set(row, target_moves=0, draft_moves=0)
     if ended == DECODING:
         slots = [(old - 1 + node + 1, old - 1 + at) for at, node in enumerate(path, start=1) if node + 1 != at]
-        _note_moves(forest, row, TARGET_PAGES, slots)
+        _note_moves(forest, row, TARGET_PAGES, slots, 0)
         _keep_tree(forest, row, scalars, tokens)
 
 
@@ -124,7 +124,7 @@ def _keep_tree(forest: Forest, row: int, scalars: dict[str, int], tokens: Sequen
     forest.set(row, draft_length=scalars["draft_length"] + advance)
     old = scalars["length"]
     slots = [(old + kv_slot, old + at) for at, kv_slot in enumerate(computed) if kv_slot != at]
-    _note_moves(forest, row, DRAFT_PAGES, slots)
+    _note_moves(forest, row, DRAFT_PAGES, slots, scalars["draft_moves"])
 
 
 def _numbers_below(tree: Tree, root: int) -> list[int]:
@@ -136,11 +136,14 @@ def _numbers_below(tree: Tree, root: int) -> list[int]:
     return sorted(inside - {root})
 
 
-def _note_moves(forest: Forest, row: int, table: int, slots: Sequence[tuple[int, int]]) -> None:
-    """Note moves of KV slots of a session for the next step of a model."""
+def _note_moves(forest: Forest, row: int, table: int, slots: Sequence[tuple[int, int]], waiting: int) -> None:
+    """Note moves of KV slots of a session for the next step of a model, behind those that wait already.
+
+    They fit: until the draft's next step all of them are on one path of one tree.
+    """
     pages = forest.pages[row, table].tolist()
-    for at, both in enumerate(slots):
+    for at, both in enumerate(slots, waiting):
         for side, kv_slot in enumerate(both):
             forest.moves[row, table, side, at] = pages[kv_slot // PAGE] * PAGE + kv_slot % PAGE
     name = ("target_moves", "draft_moves")[table]
-    forest.set(row, **{name: len(slots)})
+    forest.set(row, **{name: waiting + len(slots)})
