@@ -137,8 +137,8 @@ def write_rows(session, placed, nodes, now, pages, history, moved, packed, group
     parent = first + lane
     if VERIFIES:
         up = tl.load(at + PARENT, mask=node, other=-1.0).to(tl.int32)
-        above = tl.load(nodes + tl.maximum(up, 0) * FIELDS + ROW, mask=node & (up >= 0), other=0.0).to(tl.int32)
-        parent = first + above
+        above = tl.load(nodes + tl.maximum(up, 0) * FIELDS + ROW, mask=node & (up >= 0), other=0.0)
+        parent = first + above.to(tl.int32)
     row = packed + first + lane
     tl.store(row, token, mask=live)
     tl.store(row + per, position, mask=live)
@@ -160,8 +160,8 @@ def write_rows(session, placed, nodes, now, pages, history, moved, packed, group
     tl.store(groups + group * 3 + 1, tl.minimum(rows - lane * PER_GROUP, PER_GROUP), mask=begins)
     tl.store(groups + group * 3 + 2, lane * 0 + begin, mask=begins)
     held = (tl.max(tl.where(live, slot, 0), 0) + PAGE) // PAGE
-    for page in range(0, held, 32):
-        p = page + tl.arange(0, 32)
+    for begun in range(0, held, 32):
+        p = begun + tl.arange(0, 32)
         tl.store(tables + begin + p, tl.load(pages + p, mask=p < held, other=0), mask=p < held)
     back = tl.arange(0, BACK)
     # the part of an own path that lies at its own positions is on two pages at most
@@ -175,12 +175,12 @@ def write_rows(session, placed, nodes, now, pages, history, moved, packed, group
     here = number
     going = node
     while tl.max(going.to(tl.int32), 0) > 0:
-        above = nodes + here * FIELDS
-        put = tl.load(above + (ROW if VERIFIES else SLOT), mask=going, other=0.0).to(tl.int32)
+        there = nodes + here * FIELDS
+        put = tl.load(there + (ROW if VERIFIES else SLOT), mask=going, other=0.0).to(tl.int32)
         slot = length + put - (1 if VERIFIES else 0)
         flat = tl.load(pages + slot // PAGE, mask=going, other=0) * PAGE + slot % PAGE
         tl.store(own + (first + lane) * OWN + last, flat, mask=going)
-        here = tl.load(above + PARENT, mask=going, other=-1.0).to(tl.int32)
+        here = tl.load(there + PARENT, mask=going, other=-1.0).to(tl.int32)
         last -= 1
         going = going & (here >= 0)
         here = tl.maximum(here, 0)

@@ -38,7 +38,7 @@ RATE, OTHERS, MOST_ROWS, SECONDS = (
     tl.constexpr(n)
     for n in (*(granting.PRICE_SCALARS.index(name) for name in ("rate", "others", "most_rows")), granting.SECONDS_AT)
 )
-PART = tl.constexpr(32)  # nodes that are compared with all others at a time
+PART = tl.constexpr(16)  # nodes that are compared with all others at a time
 
 
 @triton.jit

@@ -106,7 +106,7 @@ def launch_send(forest: Forest, granting: Granting, packed: Tensor, bucket: Buck
     size, per_group = forest.trees.shape[1], group_rows(bucket)
     kernels.offer[(forest.count,)](
         sessions, forest.trees, granting.reaches, granting.offered, granting.depths, SIZE=size, OFFERS=SENT_ROWS,
-        num_warps=1, enable_fp_fusion=False,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     kernels.rank[(forest.count,)](granting.reaches, granting.ranks, granting.ranked, **sizes, num_warps=4)
     kernels.grant[(1,)](
