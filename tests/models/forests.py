@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -14,10 +13,11 @@ from specbranch.config import SamplingParams
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import Node, Tree
-from specbranch.models.gpu.forest_layout import DECODING, PLACE_FIELDS, Forest, new_forest
+from specbranch.core.trees import CLASSES, LOOKS, STANDINGS, Chances, Node, Tree
+from specbranch.models.gpu.forest_layout import DECODING, PLACE_FIELDS, Forest, new_forest, weights_of
 from specbranch.models.gpu.granting import Granting, launch_send, new_granting, send_plainly
 from specbranch.models.gpu.layout import BEFORE, CONFIDENCE, Bucket, largest_size, views
+from specbranch.models.gpu.looking import launch_look, look_plainly
 from specbranch.models.gpu.settling import launch_settle, settle_plainly
 
 CONTEXT, PAGES, SPARE, WORDS = 1024, 5, 7777, 12
@@ -35,6 +35,10 @@ class Side:
 
     def send(self, bucket: Bucket) -> None:
         (launch_send if self.launches else send_plainly)(self.forest, self.granting, self.packed, bucket, SPARE)
+
+    def look(self, chances: Chances, longest: int, shortest: int) -> None:
+        weights = weights_of(chances, self.packed.device)
+        (launch_look if self.launches else look_plainly)(self.forest, weights, longest, shortest)
 
     def settle(self, bucket: Bucket, picks: Tensor, results: Tensor) -> None:
         device = self.packed.device
@@ -77,6 +81,14 @@ def some_request(rng: random.Random) -> Request:
     if rng.random() < 0.7:
         params = replace(params, stop_token_ids=(WORDS + 5,))
     return Request(params, rng.choice([0, 7, rng.getrandbits(63), -3]), 1, rng.randrange(3))
+
+
+def some_chances(rng: random.Random) -> Chances:
+    first, other, looked, shifts = (
+        tuple(rng.random() * scale for _ in range(count))
+        for count, scale in [(CLASSES, 1.0), (CLASSES, 0.5), (LOOKS * STANDINGS, 0.9), (LOOKS * STANDINGS, 3.0)]
+    )
+    return Chances(first, other, looked, shifts)
 
 
 def admit(rng: random.Random, sides: list[Side], row: int) -> None:
@@ -154,7 +166,7 @@ def assert_same_step(plain: Side, other: Side, bucket: Bucket) -> None:
 
 
 def compare_rounds(
-    seed: int, sessions: int, device: str, nodes: int = 64, rounds: int = 4, between: Callable[..., None] | None = None
+    seed: int, sessions: int, device: str, nodes: int = 64, rounds: int = 4, looks: bool = True
 ) -> None:
     """Make some rounds of a random forest with the kernels and with their twins, and compare both after each part."""
     rng, capacity = random.Random(seed), 1 << (sessions - 1).bit_length()
@@ -167,8 +179,12 @@ def compare_rounds(
         for row in range(capacity):
             if plain.forest.scalars(row)["state"] == DECODING and rng.random() < 0.8:
                 plant(rng, sides, row, rng.choice([3, 20, nodes]))
-        if between is not None:
-            between(rng, plain, other)
+        if looks:
+            chances, shortest = some_chances(rng), rng.choice([1, 1, 2])
+            longest = shortest + rng.randrange(4)
+            for one in sides:
+                one.look(chances, longest, shortest)
+            assert_same_forest(plain, other)
         seconds = np.cumsum([rng.random() * rng.choice([0.0, 0.01, 0.2]) for _ in range(bucket.rows)]).tolist()
         rate, others = rng.random() * 8, rng.randrange(3)
         for one in sides:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
+from math import exp
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +23,9 @@ from torch import Tensor
 from specbranch.core.noise import MASK
 from specbranch.core.request import Request
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import Node, Tree
+from specbranch.core.trees import CLASSES, EDGES, Chances, Node, Tree
 from specbranch.models.gpu.layout import ONE
-from specbranch.models.gpu.tree_layout import DEEPEST, NODE_FIELDS
+from specbranch.models.gpu.tree_layout import DEEPEST, LOOKED_CELLS, NODE_FIELDS
 from specbranch.models.sampling.sheet import COLDEST
 
 FREE, DECODING, STOPPED, LIMITED, FAILED = range(5)  # states of a session; FAILED: its logits are not finite
@@ -43,6 +45,11 @@ SESSION_FIELDS = (
 # its first move.
 PLACE_FIELDS = ("first_row", "rows", "group", "table", "moved")
 REPORT_FIELDS = ("count", "state")  # what a round reports to the host; then the tokens
+# What trees of all sessions are weighed by: `core.trees.Chances`, with shifts as factors of odds.
+CHANCE_PARTS = {
+    "edges": len(EDGES), "first": CLASSES, "other": CLASSES, "looked": LOOKED_CELLS, "odds": LOOKED_CELLS,
+}  # fmt: skip
+CHANCE_AT = dict(zip(CHANCE_PARTS, accumulate(CHANCE_PARTS.values(), initial=0), strict=False))
 REPORT_SIZE = len(REPORT_FIELDS) + DEEPEST + 1
 
 
@@ -143,6 +150,19 @@ def new_forest(sessions: int, context: int, nodes: int, pages: int, device: torc
         table(2, sessions, len(PLACE_FIELDS)),
         table(sessions, REPORT_SIZE),
     )
+
+
+class Weights(NamedTuple):
+    """What trees of all sessions are weighed by, and the same as an array for the device."""
+
+    chances: Chances
+    table: Tensor  # float64, see CHANCE_AT
+
+
+def weights_of(chances: Chances, device: torch.device | str = "cpu") -> Weights:
+    """Return chances with their array."""
+    parts = (*EDGES, *chances.first, *chances.other, *chances.looked, *map(exp, chances.shifts))
+    return Weights(chances, torch.tensor(parts, dtype=torch.float64, device=device))
 
 
 def node_table(nodes: Sequence[Node], kv_slots: Sequence[int]) -> np.ndarray:

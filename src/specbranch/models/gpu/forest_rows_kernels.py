@@ -20,6 +20,7 @@ from specbranch.models.gpu.layout import USED_COUNT as _USED_COUNT
 from specbranch.models.gpu.noise_kernels import noise_keys
 from specbranch.models.gpu.tree_kernels import (
     BACK,
+    CHANCE,
     DEPTH,
     FIELDS,
     GROUP,
@@ -27,6 +28,7 @@ from specbranch.models.gpu.tree_kernels import (
     OWN,
     PAGE,
     PARENT,
+    REACH,
     ROOT,
     ROW,
     SHARED_COUNT,
@@ -75,6 +77,25 @@ MOVED_COUNT, DEPTH_COUNT, USED_COUNT, SAMPLED_COUNT = (
 def shared_by(position):
     """Return how many positions a row shares with its group."""
     return tl.maximum((position // GROUP - 1) * GROUP, 0)
+
+
+@triton.jit
+def weigh_anew(nodes, count, SIZE: tl.constexpr):
+    """Set reaches level by level: chances above a node may have changed since it was added."""
+    n = tl.arange(0, SIZE)
+    there = n < count
+    at = nodes + n * FIELDS
+    parent = tl.load(at + PARENT, mask=there, other=-1.0).to(tl.int32)
+    depth = tl.load(at + DEPTH, mask=there, other=0.0).to(tl.int32)
+    chance = tl.load(at + CHANCE, mask=there, other=0.0)
+    deep = tl.max(depth, 0)
+    level = deep * 0 + 1
+    while level <= deep:
+        here = there & (depth == level)
+        above = tl.load(nodes + tl.maximum(parent, 0) * FIELDS + REACH, mask=here & (parent >= 0), other=1.0)
+        tl.store(at + REACH, above * chance, mask=here)
+        tl.debug_barrier()
+        level += 1
 
 
 @triton.jit

@@ -27,10 +27,11 @@ from specbranch.models.gpu.forest_rows_kernels import (
     STATE,
     TARGET_MOVES,
     place,
+    weigh_anew,
     write_padding,
     write_rows,
 )
-from specbranch.models.gpu.tree_kernels import CHANCE, DEPTH, FIELDS, NOWHERE, PARENT, REACH, ROW, SENT
+from specbranch.models.gpu.tree_kernels import DEPTH, FIELDS, NOWHERE, REACH, ROW, SENT
 
 DEEPEST = tl.constexpr(tree_layout.DEEPEST)
 LEAST_REACH = tl.constexpr(_LEAST)
@@ -39,25 +40,6 @@ RATE, OTHERS, MOST_ROWS, SECONDS = (
     for n in (*(granting.PRICE_SCALARS.index(name) for name in ("rate", "others", "most_rows")), granting.SECONDS_AT)
 )
 PART = tl.constexpr(16)  # nodes that are compared with all others at a time
-
-
-@triton.jit
-def _weigh_anew(nodes, count, SIZE: tl.constexpr):
-    """Set reaches level by level: chances above a node may have changed since it was added."""
-    n = tl.arange(0, SIZE)
-    there = n < count
-    at = nodes + n * FIELDS
-    parent = tl.load(at + PARENT, mask=there, other=-1.0).to(tl.int32)
-    depth = tl.load(at + DEPTH, mask=there, other=0.0).to(tl.int32)
-    chance = tl.load(at + CHANCE, mask=there, other=0.0)
-    deep = tl.max(depth, 0)
-    level = deep * 0 + 1
-    while level <= deep:
-        here = there & (depth == level)
-        above = tl.load(nodes + tl.maximum(parent, 0) * FIELDS + REACH, mask=here & (parent >= 0), other=1.0)
-        tl.store(at + REACH, above * chance, mask=here)
-        tl.debug_barrier()
-        level += 1
 
 
 @triton.jit
@@ -71,7 +53,7 @@ def offer(sessions, trees, reaches, offered, depths, SIZE: tl.constexpr, OFFERS:
     count = tl.where(tl.load(session + STATE) == DECODING, tl.load(session + COUNT), 0)
     if count > 0:
         nodes = trees + s * SIZE * FIELDS
-        _weigh_anew(nodes, count, SIZE)
+        weigh_anew(nodes, count, SIZE)
         n = tl.arange(0, SIZE)
         at = nodes + n * FIELDS
         deepest = tl.minimum(tl.load(session + LIMIT) - tl.load(session + LENGTH) - 1, DEEPEST)
