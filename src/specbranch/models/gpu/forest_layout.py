@@ -1,11 +1,11 @@
 """The layout of a forest: the sessions of a batch and their draft trees as tables in device memory.
 
-A session owns one row of every table from its admission to its end. Owns the sizes, the fields, and the tables
-themselves; `Forest.admit` is the only place that writes a session's row on the host's side. Does not own what changes
-them round by round: `settling.py` (after a verify), `looking.py` (lookup), `granting.py` (rows of the next verify), each
-with its kernels. Invariants: integers are int32, what a tree is planned by is float64, in which integers are exact. The
-node table of a session is that of `tree_layout.NODE_FIELDS`. A node with a KV slot exists only if the draft has
-computed all committed tokens, so KV slots of nodes count from the session's length.
+A session owns one row of every table from its admission to its end. Owns the sizes, the fields, and the tables. Does
+not own what changes them round by round: `settling.py` (after a verify), `looking.py` (lookup), `granting.py` (rows of
+the next verify), each with its kernels. The engine does not use it yet. Invariants: integers are int32; what a tree is
+planned by is float64, in which integers are exact. A session's nodes have the fields of `tree_layout.NODE_FIELDS`. A
+node has a KV slot only if the draft has computed all committed tokens, so KV slots of nodes count from the session's
+length; a node's KV slot is higher than its parent's, and gaps are allowed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specbranch.models.gpu.layout import ONE
 from specbranch.models.gpu.tree_layout import DEEPEST, LOOKED_CELLS, NODE_FIELDS
 from specbranch.models.sampling.sheet import COLDEST
 
-FREE, DECODING, STOPPED, LIMITED, FAILED = range(5)  # states of a session; FAILED: its logits are not finite
+VACANT, DECODING, STOPPED, LIMITED, FAILED = range(5)  # states of a session; FAILED: its logits are not finite
 SENT_ROWS = 64  # rows of a session in a verify, at most: its last token and 63 nodes
 STOP_IDS = 16  # tokens that end a session, at most
 PATH_MOVES = DEEPEST  # moves of KV slots of a session in a round, at most: a path is no deeper
@@ -50,6 +50,10 @@ CHANCE_PARTS = {
     "edges": len(EDGES), "first": CLASSES, "other": CLASSES, "looked": LOOKED_CELLS, "odds": LOOKED_CELLS,
 }  # fmt: skip
 CHANCE_AT = dict(zip(CHANCE_PARTS, accumulate(CHANCE_PARTS.values(), initial=0), strict=False))
+# Prices of a verify. rate: expected tokens a second of all sessions; others: rows in the same forward anyway; then,
+# from SECONDS_AT on, the seconds of a verify by its rows.
+PRICE_SCALARS = ("rate", "others", "most_rows")
+SECONDS_AT = len(PRICE_SCALARS)
 REPORT_SIZE = len(REPORT_FIELDS) + DEEPEST + 1
 
 

@@ -1,9 +1,9 @@
 """The Triton kernels that choose the rows of the next verify over all sessions of the forest, and write that step.
 
-Four launches, as each needs what all programs of the one before have written: every session sorts its nodes (`offer`),
-finds their places among those of all sessions (`rank`), one program grants as many as pay and places the rows (`grant`),
-and every session writes its rows (`write`). Invariant: the step is that of `granting.send_plainly`, the sum of reaches
-is built in the same order. Needs Triton, so only `granting.py` imports it, when it uses the kernels.
+Four launches, as each needs what all programs of the one before have written. Every session sorts its nodes (`offer`)
+and finds their places among those of all sessions (`rank`); one program grants as many as pay, and places the rows
+(`grant`); every session writes its rows (`write`). Invariant: the step is that of
+`granting.send_plainly`, the sum of reaches is built in the same order. Needs Triton, so only `granting.py` imports it, when it uses the kernels.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from specbranch.core.market import LEAST as _LEAST
-from specbranch.models.gpu import granting, tree_layout
+from specbranch.models.gpu import forest_layout, tree_layout
 from specbranch.models.gpu.forest_rows_kernels import (
     COUNT,
     DECODING,
@@ -37,7 +37,10 @@ DEEPEST = tl.constexpr(tree_layout.DEEPEST)
 LEAST_REACH = tl.constexpr(_LEAST)
 RATE, OTHERS, MOST_ROWS, SECONDS = (
     tl.constexpr(n)
-    for n in (*(granting.PRICE_SCALARS.index(name) for name in ("rate", "others", "most_rows")), granting.SECONDS_AT)
+    for n in (
+        *(forest_layout.PRICE_SCALARS.index(name) for name in ("rate", "others", "most_rows")),
+        forest_layout.SECONDS_AT,
+    )
 )
 PART = tl.constexpr(16)  # nodes that are compared with all others at a time
 

@@ -26,7 +26,7 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Tree
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.step_rows import Rows
-from specbranch.models.gpu.forest_layout import DECODING, PLACE_FIELDS, SENT_ROWS, TARGET_PAGES, Forest
+from specbranch.models.gpu.forest_layout import DECODING, SECONDS_AT, SENT_ROWS, TARGET_PAGES, Forest
 from specbranch.models.gpu.layout import (
     ALIGNED,
     BATCH_GROUP_ROWS,
@@ -50,10 +50,6 @@ from specbranch.models.gpu.layout import (
 )
 from specbranch.models.gpu.tree_layout import DEEPEST, NODE_FIELDS
 
-# rate: expected tokens a second of all sessions; others: rows in the same forward anyway; then, from SECONDS_AT on, the
-# seconds of a verify by its rows
-PRICE_SCALARS = ("rate", "others", "most_rows")
-SECONDS_AT = len(PRICE_SCALARS)
 NODE_ROW, NODE_SENT = NODE_FIELDS.index("row"), NODE_FIELDS.index("sent")
 
 

@@ -49,9 +49,7 @@ from specbranch.models.gpu.tree_kernels import (
     TOKEN,
 )
 
-LONGEST_MATCH, LOOKED_TOKENS, TOKEN_LANES = (
-    tl.constexpr(n) for n in (_LONGEST_MATCH, _LOOKED, power_of_two(_LOOKED))
-)
+LONGEST_MATCH, LOOKED_TOKENS, TOKEN_LANES = (tl.constexpr(n) for n in (_LONGEST_MATCH, _LOOKED, power_of_two(_LOOKED)))
 NOT_SCORED, FIRST_OF, OTHER_OF, ABSENT = (tl.constexpr(n) for n in (_NOT_SCORED, _FIRST, _OTHER, _ABSENT))
 MATCH_1, MATCH_2, MATCH_3, MATCH_4, MATCH_5, MATCH_6 = (tl.constexpr(n) for n in _MATCHES)
 EDGE_AT, FIRST_AT, OTHER_AT, LOOKED_AT, ODDS_AT = (tl.constexpr(n) for n in forest_layout.CHANCE_AT.values())

@@ -24,8 +24,9 @@ def launch_look(forest: Forest, weights: Weights, longest: int, shortest: int) -
     from specbranch.models.gpu import look_kernels
 
     look_kernels.look[(forest.count,)](
-        forest.sessions, forest.history, forest.trees, weights.table, forest.history.shape[1], SIZE=forest.trees.shape[1],
-        LONGEST=longest, SHORTEST=shortest, BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=False,
+        forest.sessions, forest.history, forest.trees, weights.table, forest.history.shape[1],
+        SIZE=forest.trees.shape[1], LONGEST=longest, SHORTEST=shortest, BLOCK=SCAN_BLOCK, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -48,4 +49,3 @@ def look_plainly(forest: Forest, weights: Weights, longest: int, shortest: int) 
         grown = growing.tree()
         forest.plant(row, grown, kv_slots + [-1] * (len(grown) - count))
         forest.set(row, tail=scalars["tail"])
-

@@ -77,30 +77,14 @@ def noise_keys(seed_low, seed_high, sample, positions):
     in_0, in_1, in_2 = zero + AT_0, zero + AT_1, zero + AT_2
     for _ in range(ROUNDS):
         x, y, z = in_0 & 15, in_1 & 15, in_2 & 15
-        v0, v4, v8, v12 = _mixed(
-            v0, v4, v8, v12, _word(a, b, c, x, y, z, 0), _word(a, b, c, x, y, z, 1)
-        )
-        v1, v5, v9, v13 = _mixed(
-            v1, v5, v9, v13, _word(a, b, c, x, y, z, 2), _word(a, b, c, x, y, z, 3)
-        )
-        v2, v6, v10, v14 = _mixed(
-            v2, v6, v10, v14, _word(a, b, c, x, y, z, 4), _word(a, b, c, x, y, z, 5)
-        )
-        v3, v7, v11, v15 = _mixed(
-            v3, v7, v11, v15, _word(a, b, c, x, y, z, 6), _word(a, b, c, x, y, z, 7)
-        )
-        v0, v5, v10, v15 = _mixed(
-            v0, v5, v10, v15, _word(a, b, c, x, y, z, 8), _word(a, b, c, x, y, z, 9)
-        )
-        v1, v6, v11, v12 = _mixed(
-            v1, v6, v11, v12, _word(a, b, c, x, y, z, 10), _word(a, b, c, x, y, z, 11)
-        )
-        v2, v7, v8, v13 = _mixed(
-            v2, v7, v8, v13, _word(a, b, c, x, y, z, 12), _word(a, b, c, x, y, z, 13)
-        )
-        v3, v4, v9, v14 = _mixed(
-            v3, v4, v9, v14, _word(a, b, c, x, y, z, 14), _word(a, b, c, x, y, z, 15)
-        )
+        v0, v4, v8, v12 = _mixed(v0, v4, v8, v12, _word(a, b, c, x, y, z, 0), _word(a, b, c, x, y, z, 1))
+        v1, v5, v9, v13 = _mixed(v1, v5, v9, v13, _word(a, b, c, x, y, z, 2), _word(a, b, c, x, y, z, 3))
+        v2, v6, v10, v14 = _mixed(v2, v6, v10, v14, _word(a, b, c, x, y, z, 4), _word(a, b, c, x, y, z, 5))
+        v3, v7, v11, v15 = _mixed(v3, v7, v11, v15, _word(a, b, c, x, y, z, 6), _word(a, b, c, x, y, z, 7))
+        v0, v5, v10, v15 = _mixed(v0, v5, v10, v15, _word(a, b, c, x, y, z, 8), _word(a, b, c, x, y, z, 9))
+        v1, v6, v11, v12 = _mixed(v1, v6, v11, v12, _word(a, b, c, x, y, z, 10), _word(a, b, c, x, y, z, 11))
+        v2, v7, v8, v13 = _mixed(v2, v7, v8, v13, _word(a, b, c, x, y, z, 12), _word(a, b, c, x, y, z, 13))
+        v3, v4, v9, v14 = _mixed(v3, v4, v9, v14, _word(a, b, c, x, y, z, 14), _word(a, b, c, x, y, z, 15))
         in_0, in_1, in_2 = in_0 >> 4, in_1 >> 4, in_2 >> 4
     word = (zero + H0) ^ v0 ^ v8
     first = (word & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)

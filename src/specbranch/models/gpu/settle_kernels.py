@@ -127,7 +127,6 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
     n = tl.arange(0, SIZE)
     there = n < count
     at = nodes + n * FIELDS
-    row = tl.load(at + ROW, mask=there, other=0.0).to(tl.int32)
     kv_slot = tl.load(at + SLOT, mask=there, other=-1.0).to(tl.int32)
     scored = tl.load(at + READ, mask=there, other=0.0) > 0.0
     up = tl.load(at + PARENT, mask=there, other=-2.0).to(tl.int32)
