@@ -13,12 +13,14 @@ from specbranch.config import SamplingParams
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import CLASSES, LOOKS, STANDINGS, Chances, Node, Tree
+from specbranch.core.trees import CLASSES, LOOKS, STANDINGS, Chances, Growth, Node, Tree
+from specbranch.models.gpu.forest_growing import ForestGrowth, grow_plainly, launch_grow, new_growth
 from specbranch.models.gpu.forest_layout import DECODING, PLACE_FIELDS, Forest, new_forest, weights_of
 from specbranch.models.gpu.granting import Granting, launch_send, new_granting, send_plainly
 from specbranch.models.gpu.layout import BEFORE, CONFIDENCE, Bucket, largest_size, views
 from specbranch.models.gpu.looking import launch_look, look_plainly
 from specbranch.models.gpu.settling import launch_settle, settle_plainly
+from specbranch.models.gpu.tree_layout import ENTRIES, NODE_FIELDS
 
 CONTEXT, PAGES, SPARE, WORDS = 1024, 5, 7777, 12
 ROWS = PLACE_FIELDS.index("rows")
@@ -32,6 +34,7 @@ class Side:
     granting: Granting
     packed: Tensor
     launches: bool
+    growth: ForestGrowth | None = None
 
     def send(self, bucket: Bucket) -> None:
         (launch_send if self.launches else send_plainly)(self.forest, self.granting, self.packed, bucket, SPARE)
@@ -39,6 +42,11 @@ class Side:
     def look(self, chances: Chances, longest: int, shortest: int) -> None:
         weights = weights_of(chances, self.packed.device)
         (launch_look if self.launches else look_plainly)(self.forest, weights, longest, shortest)
+
+    def grow(self, bucket: Bucket, results: Tensor, last: bool) -> None:
+        assert self.growth is not None
+        work = launch_grow if self.launches else grow_plainly
+        work(self.forest, self.growth, results.to(self.packed.device), self.packed, bucket, SPARE, last)
 
     def settle(self, bucket: Bucket, picks: Tensor, results: Tensor) -> None:
         device = self.packed.device
@@ -134,7 +142,7 @@ def assert_same_forest(plain: Side, other: Side) -> None:
     for row in range(a.count):
         scalars = a.scalars(row)
         assert torch.equal(a.history[row, : scalars["length"]], b.history[row, : scalars["length"]])
-        assert torch.equal(a.trees[row, : scalars["nodes"]], b.trees[row, : scalars["nodes"]]), row
+        assert_same_nodes(a.trees[row, : scalars["nodes"]], b.trees[row, : scalars["nodes"]])
         for model, name in enumerate(("target_moves", "draft_moves")):
             count = scalars[name]
             assert torch.equal(a.moves[row, model, :, :count], b.moves[row, model, :, :count])
@@ -143,6 +151,56 @@ def assert_same_forest(plain: Side, other: Side) -> None:
     rows = a.places[..., ROWS]
     assert torch.equal(rows, b.places[..., ROWS])
     assert torch.equal(a.places[rows > 0], b.places[rows > 0])
+
+
+def assert_same_nodes(a: Tensor, b: Tensor) -> None:
+    """Compare two tables of nodes. A device's exponential may differ in the last digit of what a draft says, and what
+    is known of the children of a computed node has no meaning any more."""
+    said, known, scored = (NODE_FIELDS.index(name) for name in ("said", "known", "scored"))
+    assert torch.allclose(a[:, said], b[:, said], rtol=1e-12, atol=0.0)
+    a, b = a.clone(), b.clone()
+    for table in (a, b):
+        table[:, said] = 0.0
+        table[table[:, scored] > 0.0, known] = 0.0
+    assert torch.equal(a, b), (a, b)
+
+
+def some_proposals(rng: random.Random, rows: int) -> Tensor:
+    """What a draft step might propose: distinct tokens, by falling score; sometimes fewer than it could."""
+    results = torch.zeros(rows, BEFORE + 2 * ENTRIES)
+    for row in range(rows):
+        scores = sorted((rng.random() * 6 for _ in range(ENTRIES)), reverse=True)
+        few = rng.choice([ENTRIES, ENTRIES, 1])
+        scores[few:] = [float("-inf")] * (ENTRIES - few)
+        results[row, CONFIDENCE] = rng.random()
+        results[row, BEFORE:] = torch.tensor([*rng.sample(range(WORDS), ENTRIES), *scores])
+    return results
+
+
+def some_growth(rng: random.Random, lanes: int) -> Growth:
+    step = tuple(0.02 + 0.01 * rng.random() * width for width in range(lanes))
+    return Growth(
+        step, some_chances(rng), worth=0.8, children=rng.choice([2, 4]), rows=rng.choice([4, 16, 64]), lanes=lanes,
+        least=0.01, row_price=rng.choice([0.0, 0.02]), deepest=rng.choice([4, 32]), most=rng.choice([10, 120]),
+    )  # fmt: skip
+
+
+def compare_growth(rng: random.Random, plain: Side, other: Side, bucket: Bucket) -> None:
+    """Let all trees grow by some draft steps, and compare both sides after each."""
+    growth = some_growth(rng, min(16, bucket.rows // plain.forest.count))
+    for one in (plain, other):
+        one.growth = new_growth(growth, one.forest.count, one.packed.device)
+    steps = rng.randrange(1, 5)
+    results = some_proposals(rng, bucket.rows)
+    for number in range(steps + 1):
+        for one in (plain, other):
+            one.grow(bucket, results, number == steps)
+        assert_same_forest(plain, other)
+        if number < steps:
+            assert_same_step(plain, other, bucket)
+            assert plain.growth is not None and other.growth is not None
+            assert int(plain.growth.total[0]) == int(other.growth.total[0])
+        results = some_proposals(rng, bucket.rows)
 
 
 def replace_device(forest: Forest) -> Forest:
@@ -183,6 +241,8 @@ def compare_rounds(seed: int, sessions: int, device: str, nodes: int = 64, round
             for one in sides:
                 one.look(chances, longest, shortest)
             assert_same_forest(plain, other)
+        if grows:
+            compare_growth(rng, plain, other, bucket)
         seconds = np.cumsum([rng.random() * rng.choice([0.0, 0.01, 0.2]) for _ in range(bucket.rows)]).tolist()
         rate, others = rng.random() * 8, rng.randrange(3)
         for one in sides:

@@ -50,6 +50,9 @@ CHANCE_PARTS = {
     "edges": len(EDGES), "first": CLASSES, "other": CLASSES, "looked": LOOKED_CELLS, "odds": LOOKED_CELLS,
 }  # fmt: skip
 CHANCE_AT = dict(zip(CHANCE_PARTS, accumulate(CHANCE_PARTS.values(), initial=0), strict=False))
+# How trees grow: `core.trees.Growth` for all sessions, with the tail's KV slots; then the prices of steps.
+GROWTH_SCALARS = ("worth", "least", "row_price", "children", "rows", "deepest", "most", "lanes", "tail_limit")
+WANT_FIELDS = ("rows", "end", "last")  # of a session's draft step: rows, KV slots, last position
 # Prices of a verify. rate: expected tokens a second of all sessions; others: rows in the same forward anyway; then,
 # from SECONDS_AT on, the seconds of a verify by its rows.
 PRICE_SCALARS = ("rate", "others", "most_rows")

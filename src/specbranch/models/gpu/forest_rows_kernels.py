@@ -127,9 +127,9 @@ def place(sessions, places, counts, s, rows, ends, last, depths, wide, PER_GROUP
 
 @triton.jit
 def write_rows(session, placed, nodes, now, pages, history, moved, packed, groups, tables, own, moves, per, across,
-               texts, VERIFIES: tl.constexpr, ROWS: tl.constexpr, PER_GROUP: tl.constexpr,
+               start, texts, VERIFIES: tl.constexpr, ROWS: tl.constexpr, PER_GROUP: tl.constexpr,
                MOVED: tl.constexpr):  # fmt: skip
-    """Write the rows of one session: its last `texts` committed tokens, or in a verify the last one, then nodes.
+    """Write the rows of one session: `texts` committed tokens from `start` on, then nodes; in a verify the last token.
 
     `now`: its nodes, in the order of their rows. VERIFIES: rows are tried, each behind its parent; otherwise each of
     them proposes. A node lies at the KV slot of its row, or at its own one. `across`: moves that the step can take.
@@ -147,7 +147,7 @@ def write_rows(session, placed, nodes, now, pages, history, moved, packed, group
     number = tl.load(now + lane - texts, mask=node, other=0)
     at = nodes + number * FIELDS
     depth = tl.load(at + DEPTH, mask=node, other=0.0).to(tl.int32)
-    position = tl.where(node, length - 1 + depth, length - texts + lane)
+    position = tl.where(node, length - 1 + depth, start + lane)
     said = tl.load(at + TOKEN, mask=node, other=0.0).to(tl.int32)
     token = tl.where(node, said, tl.load(history + position, mask=live & (lane < texts), other=0))
     behind = lane - texts if VERIFIES else tl.load(at + SLOT, mask=node, other=0.0).to(tl.int32)

@@ -2,8 +2,8 @@
 
 Four launches, as each needs what all programs of the one before have written. Every session sorts its nodes (`offer`)
 and finds their places among those of all sessions (`rank`); one program grants as many as pay, and places the rows
-(`grant`); every session writes its rows (`write`). Invariant: the step is that of
-`granting.send_plainly`, the sum of reaches is built in the same order. Needs Triton, so only `granting.py` imports it, when it uses the kernels.
+(`grant`); every session writes its rows (`write`). Invariant: the step is that of `granting.send_plainly`, and the sum
+of reaches is built in the same order. Needs Triton, so only `granting.py` imports it, when it uses the kernels.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -163,4 +163,5 @@ def write(sessions, places, trees, pages, history, moved, offered, now, packed, 
             tl.debug_barrier()
             write_rows(sessions + s * SCALARS, placed, nodes, now + s * OFFERS, pages + 2 * s * held,
                        history + s * context, moved + s * 4 * PATH_MOVES, packed, groups, tables, own, moves, per,
-                       across, 1, True, OFFERS, PER_GROUP, TARGET_MOVES)  # fmt: skip
+                       across, tl.load(sessions + s * SCALARS + LENGTH) - 1, 1, True, OFFERS, PER_GROUP,
+                       TARGET_MOVES)  # fmt: skip

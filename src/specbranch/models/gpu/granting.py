@@ -173,11 +173,11 @@ def _verify_rows(forest: Forest, row: int, tree: Tree, numbers: Sequence[int]) -
     for at, parent in enumerate(parents[1:], start=1):
         seen.append(seen[parent] | 1 << at)
     tokens = [int(forest.history[row, start]), *(node.token for node in nodes)]
-    rows = Rows(_table(forest, row, TARGET_PAGES), tokens, start, start, seen)
-    return rows, _sampling(scalars, rows.positions, parents, [ROOT_ROW, *tokens[1:]])
+    rows = Rows(table_of(forest, row, TARGET_PAGES), tokens, start, start, seen)
+    return rows, sampling_of(scalars, rows.positions, parents, [ROOT_ROW, *tokens[1:]])
 
 
-def _sampling(
+def sampling_of(
     scalars: dict[str, int], positions: Sequence[int], parents: Sequence[int], said: Sequence[int]
 ) -> Choosing:
     """Return the sampling numbers of a session's rows."""
@@ -190,7 +190,8 @@ def _sampling(
     return Choosing(same[0], first, second, same[1], np.array(parents), np.array(said))
 
 
-def _table(forest: Forest, row: int, table: int) -> Table:
+def table_of(forest: Forest, row: int, table: int) -> Table:
+    """Return a page table of a session."""
     return Table(Pool(0), forest.pages[row, table].tolist())
 
 
