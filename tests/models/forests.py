@@ -223,7 +223,9 @@ def assert_same_step(plain: Side, other: Side, bucket: Bucket) -> None:
             assert torch.equal(a.tables[begin : begin + pages], b.tables[begin : begin + pages])
 
 
-def compare_rounds(seed: int, sessions: int, device: str, nodes: int = 64, rounds: int = 4, looks: bool = True) -> None:
+def compare_rounds(
+    seed: int, sessions: int, device: str, nodes: int = 64, rounds: int = 4, looks: bool = True, grows: bool = True
+) -> None:
     """Make some rounds of a random forest with the kernels and with their twins, and compare both after each part."""
     rng, capacity = random.Random(seed), 1 << (sessions - 1).bit_length()
     plain, other = side(capacity, nodes, "cpu", False), side(capacity, nodes, device, True)

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 NUMBERS = ("context", "held", "per", "across", "wide", "all_groups", "spare")
-FLOATS = ("trees", "reaches", "ranked", "prices", "chances")
+FLOATS = ("trees", "reaches", "ranked", "prices", "chances", "growth")
 KINDS = {**dict.fromkeys(FLOATS, "*fp64"), "results": "*fp32", **dict.fromkeys(NUMBERS, "i32")}
 
 
@@ -22,19 +22,20 @@ def interpret(seed: int, sessions: int) -> None:
     tl.core.tensor.__index__ = lambda self: self.handle.data.item()  # the interpreter's ranges need it
     from forests import compare_rounds
 
-    compare_rounds(seed, sessions, "cpu", nodes=32, rounds=2)
+    compare_rounds(seed, sessions, "cpu", nodes=32, rounds=1 if sessions > 1 else 2)
 
 
 def compile_all() -> None:
     """Compile all kernels for an H100 or H200."""
-    from specbranch.models.gpu import grant_kernels, look_kernels, settle_kernels
+    from specbranch.models.gpu import forest_grow_kernels, grant_kernels, look_kernels, settle_kernels
 
     shared = {"SIZE": 64, "OFFERS": 64, "SESSIONS": 4, "ROWS": 64, "PER_GROUP": 4, "LONGEST": 4, "SHORTEST": 1}
     for kernel in (
         settle_kernels.settle, look_kernels.look, grant_kernels.offer, grant_kernels.rank, grant_kernels.grant,
-        grant_kernels.write,
+        grant_kernels.write, forest_grow_kernels.grow, forest_grow_kernels.place_drafts,
+        forest_grow_kernels.write_drafts,
     ):  # fmt: skip
-        compile_one(kernel, {**shared, "BLOCK": 128})
+        compile_one(kernel, {**shared, "BLOCK": 128, "LAST": 0})
 
 
 def compile_one(kernel: Any, sizes: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels that grow the trees of the forest: `core.trees.GrowingTree` on every session, and the draft's step.
+"""The Triton kernels that grow the trees of the forest: `core.trees.GrowingTree` on every session, then the step.
 
 Three launches between two draft steps: every session adds what its rows of the last step propose, and chooses its next
 nodes (`grow`, one warp a session); one program places the rows of all sessions (`place_drafts`); every session writes
