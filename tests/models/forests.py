@@ -129,6 +129,16 @@ def some_picks(rng: random.Random, plain: Side, bucket: Bucket) -> tuple[Tensor,
     for row in range(bucket.rows - 1, 0, -1):
         if parent[row] != row and rng.random() < 0.8:
             picks[parent[row]] = said[row]
+    for session in range(plain.forest.count):  # and what a node says that was not sent
+        first, rows = plain.forest.places[0, session, :2].tolist()
+        tree, _ = plain.forest.tree(session)
+        row_of = {
+            ROOT: 0,
+            **{n: int(plain.forest.trees[session, n, -1]) for n, node in enumerate(tree.nodes) if node.sent},
+        }
+        for node in tree.nodes:
+            if rows and not node.sent and node.parent in row_of and rng.random() < 0.3:
+                picks[first + row_of[node.parent]] = node.token
     results = torch.rand(bucket.rows, BEFORE + 2)
     if rng.random() < 0.2:
         results[rng.randrange(bucket.rows), CONFIDENCE] = float("nan")
