@@ -60,7 +60,7 @@ SECONDS_AT = len(PRICE_SCALARS)
 REPORT_SIZE = len(REPORT_FIELDS) + DEEPEST + 1
 
 
-def usual_ending_ids(request: Request) -> tuple[int, ...] | None:
+def fitting_ending_ids(request: Request) -> tuple[int, ...] | None:
     """Return the tokens that end a request, or None if they are more than a row of the table takes."""
     ending = tuple(sorted(request.ending_ids))
     return ending if len(ending) <= STOP_IDS else None
@@ -100,7 +100,7 @@ class Forest:
 
         `limit`: the most tokens it may have. `pages`: page tables of target and draft.
         """
-        ending = usual_ending_ids(request)
+        ending = fitting_ending_ids(request)
         if ending is None:
             raise ValueError(f"a session of the forest takes {STOP_IDS} end tokens; got {len(request.ending_ids)}")
         noisy = not (request.greedy or request.by_ratio)
