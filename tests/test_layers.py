@@ -24,7 +24,7 @@ LAYERS = (
     {"core"},
     {"exec"},
     {"clock"},
-    {"models", "text"},
+    {"models", "text", "grammar"},
     {"pairs"},
     {"assembly", "experiences"},
     {"decoding", "hrad"},
