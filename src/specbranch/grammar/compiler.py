@@ -26,9 +26,9 @@ DEEPEST = 64  # levels of a JSON schema
 COMPILE_SECONDS = 10.0
 COMPILED_AT_ONCE = 2  # threads: one that has run out of time works on, as it cannot be stopped
 MOST_COMPILED = 64  # grammars in the cache
-# Between two parts of JSON: one blank, or one line break with some indentation. Models that are unsure write blanks
+# Between two parts of JSON: one space, or one line break with some indentation. Models that are unsure write blanks
 # without end if they may.
-WHITESPACE = r"[ \t]|\r?\n[ \t]{0,32}"
+WHITESPACE = r" |\n {0,24}|\n\t{0,12}"
 
 Found = TypeVar("Found")
 
@@ -114,9 +114,8 @@ class Grammars:
         import llguidance
 
         try:
-            return llguidance.LLTokenizer(
-                self._vocabulary.definition(), eos_token=list(self._vocabulary.eos_ids) or None
-            )
+            ends = list(self._vocabulary.eos_ids) or None
+            return llguidance.LLTokenizer(self._vocabulary.definition(), eos_token=ends)
         except Exception as error:  # the library raises bare Exceptions, too
             said = str(error).partition("\n")[0]
             raise SpecBranchError(
@@ -156,13 +155,13 @@ def _grammar_text(kind: ConstraintKind, text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+        return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
+        return str(LLMatcher.grammar_from_regex(text))
     if kind == "choice":  # one terminal: a choice may begin with another
         quoted = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {quoted}")
-    return LLMatcher.grammar_from_lark(any_to_lark(text))
+        return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {quoted}"))
+    return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
 
 
 def _refusal(kind: ConstraintKind, reason: str) -> str:
