@@ -16,7 +16,7 @@ from specbranch.core.grammar import Mask
 from specbranch.errors import BadParameter, MissingPackage, SpecBranchError
 from specbranch.extras import Extra
 from specbranch.grammar import compiler
-from specbranch.grammar.compiler import DEEPEST, MOST_CHARACTERS, MOST_COMPILED, Grammars
+from specbranch.grammar.compiler import DEEPEST_SCHEMA, MOST_CHARACTERS, MOST_COMPILED, Grammars
 from specbranch.text.tokenizer import Tokenizer
 
 END = 2
@@ -60,7 +60,7 @@ def test_without_the_package_a_sentence_says_what_to_install(
 
 def test_a_schema_that_is_too_large_or_too_deep_is_refused(grammars: Grammars) -> None:
     assert "characters" in refusal(grammars, json_schema={"enum": ["x" * MOST_CHARACTERS]})
-    assert f"at most {DEEPEST}" in refusal(grammars, json_schema=nested(DEEPEST + 1))
+    assert f"at most {DEEPEST_SCHEMA}" in refusal(grammars, json_schema=nested(DEEPEST_SCHEMA + 1))
     assert "characters" in refusal(grammars, regex="a" * (MOST_CHARACTERS + 1))
     brackets = {"const": "[" * 200 + '"\\' * 3}  # in a string they do not nest
     assert grammars.constraint(SamplingParams(json_schema=brackets), frozenset((END,))) is not None

@@ -17,12 +17,12 @@ from typing import Any, Protocol, TypeVar
 
 from specbranch.config import ConstraintKind, SamplingParams
 from specbranch.core.grammar import Constraint
-from specbranch.errors import BadParameter, SpecBranchError
+from specbranch.errors import BadParameter
 from specbranch.extras import LLGUIDANCE
 from specbranch.grammar.parser import GuidanceParser
 
 MOST_CHARACTERS = 200_000  # of a schema or a grammar
-DEEPEST = 64  # levels of a JSON schema
+DEEPEST_SCHEMA = 64  # levels of a JSON schema
 COMPILE_SECONDS = 10.0
 COMPILED_AT_ONCE = 2  # threads: one that has run out of time works on, as it cannot be stopped
 MOST_COMPILED = 64  # grammars in the cache
@@ -60,11 +60,15 @@ class Grammars:
         self._lock = threading.Lock()
         self._running = threading.Semaphore(COMPILED_AT_ONCE)
 
+    def compile(self, params: SamplingParams) -> None:
+        """Compile the grammar of a request ahead, in the thread of whoever asks; refuse what cannot be followed."""
+        self.constraint(params, frozenset())
+
     def constraint(self, params: SamplingParams, ends: frozenset[int]) -> Constraint | None:
         """Return the constraint of one answer; None if its parameters name none. `ends`: the tokens that end it."""
         if params.constraint is None:
             return None
-        LLGUIDANCE.require("leave out json_schema, regex, choice and grammar")
+        LLGUIDANCE.require("or leave out json_schema, regex, choice and grammar")
         compiled = self._found(*params.constraint)
         return Constraint(GuidanceParser(compiled.matcher, self._tokenizer.eos_tokens), ends)
 
@@ -118,7 +122,7 @@ class Grammars:
             return llguidance.LLTokenizer(self._vocabulary.definition(), eos_token=ends)
         except Exception as error:  # the library raises bare Exceptions, too
             said = str(error).partition("\n")[0]
-            raise SpecBranchError(
+            raise BadParameter(
                 f"Answers of this model cannot follow a grammar: its tokenizer is of a kind that llguidance does not "
                 f"know ({said})."
             ) from error
@@ -128,8 +132,8 @@ def _check(kind: ConstraintKind, text: str) -> None:
     """Refuse what is too large, before anything parses it."""
     if len(text) > MOST_CHARACTERS:
         raise BadParameter(f"{kind} has {len(text)} characters; expected at most {MOST_CHARACTERS}. Make it smaller.")
-    if kind == "json_schema" and (depth := _depth(text)) > DEEPEST:
-        raise BadParameter(f"json_schema is nested {depth} levels deep; expected at most {DEEPEST}. Use $ref.")
+    if kind == "json_schema" and (depth := _depth(text)) > DEEPEST_SCHEMA:
+        raise BadParameter(f"json_schema is nested {depth} levels deep; expected at most {DEEPEST_SCHEMA}. Use $ref.")
 
 
 def _depth(text: str) -> int:
