@@ -43,10 +43,11 @@ class Slow(GpuRunner):
     """Notes what its fast paths did for sequences with an even number, which have a grammar."""
 
     fast: list[str]
+    joined: list[int]
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.fast = []
+        self.fast, self.joined = [], []
 
     def saw(self, what: str, seqs: Collection[int]) -> None:
         self.fast += [what for seq in seqs if seq % 2 == 0]
@@ -72,6 +73,7 @@ class Slow(GpuRunner):
 
     def join(self, seq: int, token: int) -> None:
         self.saw("join", [seq])
+        self.joined.append(seq)
         super().join(seq, token)
 
 
@@ -156,6 +158,31 @@ def test_a_batch_with_and_without_grammars_gives_what_each_gives_alone(
         expected = reference(decoders, session.number, params)
         assert (session.tokens, session.finished) == (expected.tokens, expected.finished), session.number
     assert target.fast == []
+
+
+def test_a_prompt_with_a_grammar_does_not_join_the_step_that_others_launch_ahead(
+    decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GpuStep, "takes_chunks", True)
+    params = SamplingParams(temperature=0.8, max_tokens=40)
+    target = Slow(decoders[0], CONTEXT)
+    limits = RoundLimits(prefill_chunk=target.prefill_chunk, prompt_tokens=48)
+    loop, late = Loop(Streams(Verifier(target)), limits=limits), [session_of(number, params) for number in (7, 8)]
+    config = SpeculativeConfig(method="autoregressive")
+
+    def join(session: Session) -> None:
+        loop.join(session, METHODS["autoregressive"].start(session, config, Experience(has_draft=False)))
+
+    join(session_of(1, params))
+    for session in late:
+        for _ in range(5):
+            loop.step()
+        join(session)
+    run_out(loop)
+    assert target.joined == [7], "the prompt without a grammar joins"
+    for session in late:
+        expected = reference(decoders, session.number, params)
+        assert (session.tokens, session.finished) == (expected.tokens, expected.finished), session.number
 
 
 def test_every_gate_refuses_a_request_with_a_grammar(decoders: tuple[Any, Any]) -> None:
