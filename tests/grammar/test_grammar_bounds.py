@@ -153,11 +153,12 @@ def test_compiled_grammars_are_kept_and_shared(grammars: Grammars, monkeypatch: 
     monkeypatch.setattr(compiler, "_grammar_text", lambda kind, text: made.append(text) or before(kind, text))
     one, other = (grammars.constraint(SamplingParams(regex="[a-c]{2}"), frozenset((END,))) for _ in range(2))
     assert made == ["[a-c]{2}"] and one is not None and other is not None
-    token = next(iter(one.start().allowed or ()))
-    after = one.start().advance(token)
+    state = one.start()
+    token = next(iter(state.allowed or ()))
+    after = state.advance(token)
     assert after is not None
     after.commit()
-    assert token in (other.start().allowed or ())  # each answer has a parser of its own
+    assert token in (one.start().allowed or ()) and token in (other.start().allowed or ())  # each has its own parser
     for number in range(MOST_COMPILED):
         grammars.constraint(SamplingParams(regex=f"[a-c]{{{number + 3}}}"), frozenset((END,)))
     grammars.constraint(SamplingParams(regex="[a-c]{2}"), frozenset((END,)))
@@ -181,14 +182,15 @@ def test_the_mask_of_a_state_does_not_depend_on_the_way_there(grammars: Grammars
     schema |= {"required": ["ab", "n"], "additionalProperties": False}
     params, ends = SamplingParams(json_schema=schema), frozenset((END,))
     texts = ['{"ab": "xy", "n": 12}', '{"ab": "xz", "n": 3}', '{"ab":"", "n":0}', '{\n  "ab": "x\\n", "n": -7}']
-    shared = grammars.constraint(params, ends)
-    assert shared is not None
+    constraint = grammars.constraint(params, ends)
+    assert constraint is not None
+    shared = constraint.start()
     for depth in range(1, 20):  # breadth first: the parser goes to and fro
         for text in texts:
             ids = tokenizer.encode(text, add_special=False)[:depth]
             fresh = grammars.constraint(params, ends)
             assert fresh is not None
-            here, there = shared.start().walk(ids), fresh.start().walk(ids)
+            here, there = shared.walk(ids), fresh.start().walk(ids)
             assert here is not None and there is not None
             assert set(here.allowed or ()) == set(there.allowed or ()), (text, depth)
             assert here.is_over == there.is_over

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def session_of(number: int, params: SamplingParams) -> Session:
     prompt = some_tokens(5 + 20 * (number % 3), seed=number)
     request = Request(params, number, len(prompt), eos_ids=(END,))
     if number % 2 == 0:
-        parser = ToyParser(ToyGrammar(number, VOCABULARY, force=0.3, end=0.1))
+        parser = partial(ToyParser, ToyGrammar(number, VOCABULARY, force=0.3, end=0.1))
         request = Request(
             params, number, len(prompt), eos_ids=(END,), constraint=Constraint(parser, request.ending_ids)
         )

@@ -150,7 +150,7 @@ def sent_by(name: str, kind: str, executor_of: Callable[[str, float], Executor])
 
 def check_allowed(session: Session, verify: Verify) -> None:
     """Check every row's mask against the grammar itself, and that no node is forbidden."""
-    grammar = session.request.constraint._parser.grammar
+    grammar = session.request.constraint.parser().grammar
     said, ends = session.output, session.request.ending_ids
     assert verify.allowed is not None and len(verify.allowed) == len(verify.tokens) + 1
     paths: list[list[int] | None] = [said]
@@ -195,7 +195,7 @@ def test_a_good_draft_is_accepted_as_it_has_the_masks_too() -> None:
 def test_states_are_computed_once_and_parse_on_one_parser() -> None:
     grammar = ToyGrammar(3, VOCABULARY, force=0.2, over=0.0)
     parser = ToyParser(grammar)
-    state = Constraint(parser, frozenset((1,))).start()
+    state = Constraint(lambda: parser, frozenset((1,))).start()
     seen = list(walk(state, [], 4))
     assert len(seen) > 50
     asked = parser.masks
@@ -218,7 +218,7 @@ def walk(state: State, path: list[int], depth: int) -> Iterator[tuple[State, lis
 def test_commit_drops_the_past_and_keeps_what_is_behind() -> None:
     grammar = ToyGrammar(4, VOCABULARY, force=0.0, over=0.0)
     parser = ToyParser(grammar)
-    state, path = Constraint(parser, frozenset()).start(), list[int]()
+    state, path = Constraint(lambda: parser, frozenset()).start(), list[int]()
     for _ in range(30):
         for token in list(state.allowed or ()):
             after = state.advance(token)
@@ -230,9 +230,32 @@ def test_commit_drops_the_past_and_keeps_what_is_behind() -> None:
         assert state.parent is None and set(state.allowed or ()) == grammar.allowed(path)
 
 
+@pytest.mark.parametrize("name", ["autoregressive", "speculative", "pearl", "specbranch"])
+def test_an_answer_that_is_preempted_goes_on_where_it_was(name: str) -> None:
+    request, grammar, executor = case(3, 0.8), ToyGrammar(2, VOCABULARY, end=0.0, over=0.0), serial(0.2)
+    request = replace(request, ending=Ending("long", max_tokens=40))
+    loop, session, config = Loop(executor), constrained(request, grammar, next_number()), config_for(name)
+    loop.join(session, METHODS[config.method].start(session, config, Timeless(PROFILE)))
+    for _ in range(4):
+        loop.step()
+        loop.preempt(session)
+        loop.resume(session)
+    run_out(loop)
+    assert answer(session) == plainly(request, law(0.0), grammar)
+
+
+def test_a_request_has_no_state_so_that_several_sessions_may_have_it() -> None:
+    request, grammar = case(5, 0.8), grammar_of(5)
+    first = constrained(request, grammar, next_number())
+    decode(serial(0.2), [first], "speculative", config_for("speculative"))
+    again = Session(next_number(), request.prompt, first.request, 1000)
+    decode(serial(0.2), [again], "pearl", config_for("pearl"))
+    assert answer(again) == answer(first) == plainly(request, law(0.0), grammar)
+
+
 def test_a_forbidden_node_takes_its_children_along() -> None:
     grammar = ToyGrammar(9, VOCABULARY, force=0.0, over=0.0)
-    state = Constraint(ToyParser(grammar), frozenset()).start()
+    state = Constraint(lambda: ToyParser(grammar), frozenset()).start()
     good = min(grammar.allowed([]))
     bad = min(set(range(VOCABULARY)) - grammar.allowed([]))
     nodes = (Node(bad, ROOT, 0.5, 0.5, 1), Node(good, ROOT, 0.5, 0.5, 1), Node(0, 0, 0.5, 0.2, 2))

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from specbranch.core import noise
 from specbranch.core.grammar import Constraint, Mask
@@ -73,7 +74,7 @@ class ToyParser:
 def constrained(case: Case, grammar: ToyGrammar, number: int = 0, limit: int = LIMIT) -> Session:
     """A session whose answer follows a grammar."""
     plain = case.session(number, limit)
-    constraint = Constraint(ToyParser(grammar), plain.request.ending_ids)
+    constraint = Constraint(partial(ToyParser, grammar), plain.request.ending_ids)
     request = replace(plain.request, constraint=constraint)
     return Session(number, case.prompt, request, limit, case.ending.watch() if case.ending.watch else None)
 

@@ -10,6 +10,7 @@ has its bit; end tokens may follow only if the grammar accepts the answer so far
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from specbranch.core.slots import ROOT
@@ -85,7 +86,7 @@ class State:
 
     __slots__ = ("_accepts", "_allowed", "_answer", "_children", "_known", "depth", "ended", "parent", "token")
 
-    def __init__(self, answer: Constraint, parent: State | None, token: int, ended: bool = False) -> None:
+    def __init__(self, answer: Parsing, parent: State | None, token: int, ended: bool = False) -> None:
         self.parent, self.token, self.ended = parent, token, ended
         self.depth: int = 0 if parent is None else parent.depth + 1
         self._answer = answer
@@ -166,24 +167,32 @@ class State:
         return self
 
 
+@dataclass(frozen=True, slots=True)
 class Constraint:
-    """The grammar of one answer: a parser, and the tokens that end the answer."""
+    """The grammar of a request: how to make a parser, and the tokens that end an answer. It has no state."""
+
+    parser: Callable[[], Parser]
+    ends: frozenset[int]
+
+    def start(self) -> State:
+        """Return the state before the first token of an answer, on a parser of its own."""
+        return Parsing(self.parser(), self.ends).start
+
+
+class Parsing:
+    """The parser of one answer, and the state at which it is."""
 
     def __init__(self, parser: Parser, ends: frozenset[int]) -> None:
         self.ends = ends
         self._parser = parser
-        self._start = self._at = State(self, None, ROOT)
-
-    def start(self) -> State:
-        """Return the state before the first token. An answer has one start, as its states share a parser."""
-        return self._start
+        self.start = self._at = State(self, None, ROOT)
 
     def look(self, state: State) -> tuple[Mask | None, bool]:
         """Return what may follow in a state, and if the grammar accepts; end tokens may follow if it does.
 
         The mask of a dead end is empty; there the answer fails, if the target goes there.
         """
-        self._move(state)
+        self.move(state)
         bits, accepts = bytearray(self._parser.mask()), self._parser.accepts()
         if accepts and self.ends:
             bits.extend(bytes(max(max(self.ends) // 8 + 1 - len(bits), 0)))
@@ -195,12 +204,7 @@ class Constraint:
         # without an end token the answer ends here all the same
         return None if accepts and not any(bits) else Mask(bytes(bits)), accepts
 
-    def settle(self, state: State) -> None:
-        """Move the parser to a state that will have no parent."""
-        self._move(state)
-        self._start = state
-
-    def _move(self, to: State) -> None:
+    def move(self, to: State) -> None:
         """Bring the parser from one state to another, by their common ancestor."""
         here, there, back = self._at, to, 0
         tokens: list[int] = []
@@ -219,6 +223,11 @@ class Constraint:
         for token in reversed(tokens):
             self._parser.consume(token)
         self._at = to
+
+    def settle(self, state: State) -> None:
+        """Move to a state that will have no parent: the answer goes on from there."""
+        self.move(state)
+        self.start = state
 
 
 def allowed_in_tree(state: State, tokens: Sequence[int], parents: Sequence[int] | None) -> tuple[Allowed | None, ...]:

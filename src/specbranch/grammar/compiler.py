@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 from specbranch.config import ConstraintKind, SamplingParams
@@ -70,7 +70,7 @@ class Grammars:
             return None
         LLGUIDANCE.require("or leave out json_schema, regex, choice and grammar")
         compiled = self._found(*params.constraint)
-        return Constraint(GuidanceParser(compiled.matcher, self._tokenizer.eos_tokens), ends)
+        return Constraint(partial(GuidanceParser, compiled.matcher, self._tokenizer.eos_tokens), ends)
 
     def _found(self, kind: ConstraintKind, text: str) -> _Compiled:
         """Return a compiled grammar from the cache, or compile it."""

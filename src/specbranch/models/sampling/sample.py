@@ -147,23 +147,23 @@ def edited(logits: Tensor, asked: Asked) -> Tensor:
     """Change single logits: bias, forbidden tokens, penalties, allowed tokens; returns float32."""
     if not any(name in asked for name in ("bias", "forbid", "repeat", "less", "allowed")):
         return logits.float()
-    found = logits.to(torch.float32, copy=True)
-    for name in ("bias", "forbid", "repeat", "less"):
-        if name in asked:
-            rows, columns, numbers = asked[name]
-            at, by = (rows.long(), columns.long()), numbers.float()
-            found[at] = _changed(name, found[at], by)
-    if "allowed" in asked:
-        found.masked_fill_(~_unpacked(asked["allowed"], found.shape[-1]), -torch.inf)
-    return found
+    edits = [name for name in ("bias", "forbid", "repeat", "less") if name in asked]
+    found = logits.to(torch.float32, copy=True) if edits else logits.float()
+    for name in edits:
+        rows, columns, numbers = asked[name]
+        at, by = (rows.long(), columns.long()), numbers.float()
+        found[at] = _changed(name, found[at], by)
+    return _masked(found, asked["allowed"]) if "allowed" in asked else found
 
 
-def _unpacked(bits: Tensor, width: int) -> Tensor:
-    """Return packed bits as booleans [rows, width]."""
-    if bits.device.type == "cpu":  # 20 times as fast as torch
-        return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=width, bitorder="little")).bool()
-    column = torch.arange(width, device=bits.device)
-    return (bits[:, column // 8] >> (column % 8).to(torch.uint8)) & 1 != 0
+def _masked(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Return float32 logits, −∞ at tokens whose bit is not set; `allowed`: packed bits [rows, bytes]."""
+    width = logits.shape[-1]
+    if logits.device.type == "cpu":  # numpy unpacks bits 20 times as fast as torch can
+        bits = np.unpackbits(allowed.numpy(), axis=1, count=width, bitorder="little").view(np.bool_)
+        return torch.from_numpy(np.where(bits, logits.numpy(), np.float32(-np.inf)))
+    column = torch.arange(width, device=logits.device)
+    return logits.masked_fill((allowed[:, column // 8] >> (column % 8).to(torch.uint8)) & 1 == 0, -torch.inf)
 
 
 def _changed(name: str, values: Tensor, by: Tensor) -> Tensor:
