@@ -1,8 +1,8 @@
 """What plain decoding of a batch reaches, and how much of a round the device idles.
 
 Owns the measurement and its bars; `measure_prefill.py` chooses and prints it. A round's time is the median gap between
-two tokens of a request, prompts left out. The device's own time is that of the step as it was timed when it was
-captured; what is beyond it counts as idle.
+two tokens of a request, prompts left out. The device idles in gaps of more than 5 µs between two kernels of its
+timeline; shorter ones lie between the kernels of one graph, and are printed beside it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
+import torch
 from prefill_cases import Figure, Sizes
 from prefill_prompts import short_prompts
 
 from specbranch import SamplingParams
-from specbranch.core.runner import TimesForwards
 from specbranch.engine import LLMView
 from specbranch.lab.bench.recorded_pair import RecordedPair
 from specbranch.lab.bench.results import BASELINE
@@ -23,6 +23,7 @@ from specbranch.lab.bench.under_load import Arrivals
 
 RATE_BARS = {1: 240.0, 4: 940.0, 16: 3600.0, 64: 10_500.0}  # tokens a second at 8B
 IDLE_BAR = 2.0  # per cent of a round
+IN_GRAPH = 5.0  # µs: shorter gaps are those between the kernels of a graph
 SAMPLINGS: dict[str, tuple[dict[str, Any], float]] = {  # parameters, and the least share of the greedy rate
     "temperature 0.8": ({"temperature": 0.8}, 0.98),
     "top-p 0.9": ({"temperature": 0.8, "top_p": 0.9}, 0.95),
@@ -32,15 +33,14 @@ SAMPLINGS: dict[str, tuple[dict[str, Any], float]] = {  # parameters, and the le
 
 def decode_figures(recorded: RecordedPair, sizes: Sizes) -> Iterator[Figure]:
     """Measure tokens a second of plain decoding by batch size, and by sampling parameters in the largest batch."""
-    llm, runner = recorded.llm.using(BASELINE), recorded.llm.target_runner
+    llm = recorded.llm.using(BASELINE)
     batches = [count for count in RATE_BARS if count <= sizes.at_once]
     for count in batches:
         prompts = short_prompts(recorded.llm.tokenizer, count)
         greedy = _round_seconds(llm, prompts, sizes, {})
         yield Figure("decode", f"{count} at once", count / greedy, "tokens/s", RATE_BARS[count], at_least=True)
-        step = runner.forward_seconds(count) if isinstance(runner, TimesForwards) else None
-        idle = None if step is None else 100.0 * max(1.0 - step / greedy, 0.0)
-        note = "" if step is None else f"a step takes {1000 * step:.2f} ms, a round {1000 * greedy:.2f}"
+        idle, short = _idle(llm, prompts, sizes) if torch.cuda.is_available() else (None, 0.0)
+        note = "" if idle is None else f"a round takes {1000 * greedy:.2f} ms; {short:.1f} % in gaps within a graph"
         yield Figure("decode", f"{count} at once, the device idles", idle, "%", IDLE_BAR, note=note)
         if count == batches[-1]:
             for name, (params, bar) in SAMPLINGS.items():
@@ -63,6 +63,25 @@ def _round_seconds(llm: LLMView, prompts: Sequence[list[int]], sizes: Sizes, par
                 if last_start <= earlier and later <= first_end
             ]
     return median(gaps)
+
+
+def _idle(llm: LLMView, prompts: Sequence[list[int]], sizes: Sizes) -> tuple[float, float]:
+    """Return the per cent of time between kernels while all prompts decode: in long gaps, and in short ones."""
+    params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, seed=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        _answered(llm, prompts, params)
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profiled.events() if e.device_type == on_device)
+    first, last = spans[0][0], max(end for _, end in spans)
+    begin, stop = first + 0.4 * (last - first), first + 0.9 * (last - first)  # prompts are behind, no answer has ended
+    until, long, short = begin, 0.0, 0.0
+    for start, end in spans:
+        if start > until and begin <= start <= stop:
+            gap = start - until
+            long, short = (long + gap, short) if gap > IN_GRAPH else (long, short + gap)
+        until = max(until, end)
+    return 100.0 * long / (stop - begin), 100.0 * short / (stop - begin)
 
 
 def _answered(llm: LLMView, prompts: Sequence[list[int]], params: SamplingParams) -> list[Arrivals]:

@@ -55,6 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device")
     parser.add_argument("--out", type=Path, help="file for the JSON")
+    parser.add_argument("--details", type=Path, help="file for a JSON line of statistics for each prompt")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -67,6 +68,7 @@ def _in_process(given: argparse.Namespace, method: str, run: int) -> Speeds:
     passed = [f"--{name}={value}" for name in ("target", "draft", "device") if (value := getattr(given, name))]
     passed += [f"--suites={given.suites}", f"--limit={given.limit}", f"--tokens={given.tokens}"]
     passed += [f"--temperature={given.temperature}", f"--child={method}", f"--seed={run}"]
+    passed += [f"--details={given.details}"] if given.details else []
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, str(Path(__file__).resolve()), *passed],
@@ -102,7 +104,16 @@ def _answered(given: argparse.Namespace, method: str, seed: int) -> Speeds:
                 output: Any = llm.chat(conversation(prompt.turns[:1]), params)
                 seconds = time.perf_counter() - started
                 found.setdefault(suite.name, []).append((len(output.token_ids), seconds))
+                if given.details is not None:
+                    _note(given.details, {"method": method, "run": seed, "kind": suite.name}, output, seconds)
     return found
+
+
+def _note(file: Path, which: Mapping[str, Any], output: Any, seconds: float) -> None:
+    """Append the statistics of an answer."""
+    line = {**which, "tokens": len(output.token_ids), "seconds": seconds, "stats": output.stats}
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(line) + "\n")
 
 
 def rate(speeds: Sequence[tuple[int, float]]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from tiers import mark_uncovering
 
 if TYPE_CHECKING:
     from specbranch.pairs import Pair
+
+NUMBERS = count()  # of tests
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,16 +29,21 @@ def nothing_kept() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_rehearsals() -> Iterator[None]:
-    """Loading a pair times its steps once, not three times: hundreds of tests load one."""
+    """Loading a pair times few sizes of steps, and each once: hundreds of tests load one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specbranch.core.rehearsal.REHEARSAL_TURNS", 1)
+        patch.setattr("specbranch.core.rehearsal.REHEARSED_ROWS", (1, 16, 4))
+        patch.setattr("specbranch.core.rehearsal.REHEARSED_WIDTHS", (1, 4))
+        patch.setattr("specbranch.core.rehearsal.REHEARSED_LENGTHS", (1, 3))
         yield
 
 
 @pytest.fixture(autouse=True)
-def nothing_learned_before(nothing_kept: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is learned in a test stays there."""
-    monkeypatch.setenv("SPECBRANCH_EXPERIENCE", str(tmp_path / "experience"))
+def nothing_learned_before(
+    nothing_kept: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is learned in a test stays there. No folder is made for it: few tests write one."""
+    monkeypatch.setenv("SPECBRANCH_EXPERIENCE", str(tmp_path_factory.getbasetemp() / "experience" / str(next(NUMBERS))))
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +95,7 @@ def tiny_draft(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
         "10",
     ]
     assert (
-        run(["distill", "--device", "cpu", "--target", pair[0], "--out", str(folder), "--tokens", "2000", *training])
+        run(["distill", "--device", "cpu", "--target", pair[0], "--out", str(folder), "--tokens", "1000", *training])
         == 0
     )
     return folder
@@ -129,15 +137,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the cases that a covering array can do without to `make test-all`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the cases that a covering array can do without to `make test-all`. Without a GPU, the quick tier leaves out
+    tests that need one: to skip hundreds of them one by one takes time."""
     mark_uncovering(items)
+    if config.option.markexpr == "not slow" and not _has_gpu():
+        left_out = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a GPU before any of its fixtures is made."""
-    if item.get_closest_marker("gpu"):
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        pytest.skip("needs a CUDA device")

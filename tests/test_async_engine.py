@@ -62,7 +62,7 @@ PROMPTS: list[Any] = [PROMPT, "Smile", [5, 6, 7] * 30, [{"role": "user", "conten
 
 def test_requests_of_every_kind_at_once_give_what_each_gives_alone(pair: tuple[str, str], reference: LLM) -> None:
     asked = [
-        (PROMPTS[at % len(PROMPTS)], SamplingParams(max_tokens=24, ignore_eos=True, **params), how)
+        (PROMPTS[at % len(PROMPTS)], SamplingParams(max_tokens=12, ignore_eos=True, **params), how)
         for at, (params, how) in enumerate(MIXED)
     ]
 
@@ -172,7 +172,7 @@ def test_a_request_that_is_cancelled_is_gone_and_disturbs_no_other(
 
 
 def test_a_slow_consumer_rests_and_holds_up_nobody(pair: tuple[str, str], reference: LLM) -> None:
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=100, ignore_eos=True)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=50, ignore_eos=True)
 
     async def work(engine: AsyncLLM) -> Any:
         slow = engine.stream("Smile", params)
@@ -202,7 +202,8 @@ def test_a_request_past_its_deadline_ends_with_what_it_has(pair: tuple[str, str]
 
     output = run(pair, work, max_batch=1)
     assert output.finish_reason == "error" and isinstance(output.error, DeadlinePassed)
-    assert output.token_ids == reference.generate("Smile", LONG).token_ids[: len(output.token_ids)]
+    few = replace(LONG, max_tokens=len(output.token_ids) + 1)
+    assert output.token_ids == reference.generate("Smile", few).token_ids[:-1]
 
 
 def test_closing_finishes_what_there_is_or_cancels_it(pair: tuple[str, str]) -> None:
@@ -373,7 +374,7 @@ def test_time_is_not_modelled_for_a_draft_in_another_process(pair: tuple[str, st
         llm.modelled("c10")
 
 
-@pytest.mark.parametrize("deadline", [1e10, float("inf"), 10**400])
+@pytest.mark.parametrize("deadline", tiered((1e10, float("inf"), 10**400), (10**400).__eq__))
 def test_no_deadline_is_too_far_away(pair: tuple[str, str], deadline: float) -> None:
     async def work(engine: AsyncLLM) -> Any:
         slow = engine.submit(PROMPT, LONG, {"deadline": deadline}, streams=True)

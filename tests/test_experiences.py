@@ -29,6 +29,11 @@ PRIOR = DraftEvaluation(ClassCounts((500,) * CLASSES, (50,) * CLASSES), text="a 
 OTHER_LOADING = {"runner": "transformers", "weights": "int8", "draft_weights": "int8"}
 
 
+@pytest.fixture(autouse=True)
+def learned_here(nothing_learned_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBRANCH_EXPERIENCE", str(tmp_path / "experience"))
+
+
 def learned(file: ExperienceFile, *, first: int = 3, seconds: float = 0.02) -> Experiences:
     """Experiences that have learned a little."""
     made = Experiences(MeasuredCosts(), True, file)

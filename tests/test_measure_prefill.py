@@ -69,6 +69,7 @@ def test_every_case_runs_on_a_tiny_pair(
     assert all(one["value"] == 0 for one in found if one["unit"] == "texts")
 
 
+@pytest.mark.slow
 def test_a_target_alone_is_measured_with_plain_decoding(
     script: ModuleType, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def serve(pair: Pair, requests: int, at_once: int, compared: float) -> list[Sess
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", tiered((300, 10_000), quick=lambda count: count < 1000))
 def test_no_page_is_lost_over_many_requests(requests: int) -> None:
     pair = Pair(pages=60)

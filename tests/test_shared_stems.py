@@ -59,7 +59,7 @@ def load(pair: tuple[str, str], dtype: str | None, **options: Any) -> LLM:
     ("count", "dtype"),
     [
         (16, "compiled"),
-        (16, "graphs"),
+        pytest.param(16, "graphs", marks=pytest.mark.slow),
         pytest.param(300, "compiled", marks=pytest.mark.slow),
         pytest.param(100, "graphs", marks=pytest.mark.slow),
         pytest.param(100, "float64", marks=pytest.mark.slow),
@@ -91,6 +91,7 @@ def test_requests_that_are_preempted_for_want_of_pages_say_the_same(
     assert stats.preemptions > 0 and stats.failed == 0
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_preempted_while_it_is_read_says_the_same(
     stems_pair: tuple[str, str], dtype: str | None
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 from paced import paced
 from specbranch import AsyncLLM, SamplingParams
 from specbranch.answer import Chunk
-from specbranch.errors import EngineFailed, RequestCancelled
+from specbranch.errors import DeadlinePassed, EngineFailed, RequestCancelled
 from specbranch.lab.toys.paced import PacedExecutor
 from specbranch.submission import Submission
 from specbranch.text.detokenizer import Detokenizer
@@ -39,6 +40,20 @@ async def until(true: Callable[[], bool]) -> None:
 
 def params(at: int = 0, **given: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 40, "ignore_eos": True, "seed": at, **given})
+
+
+def pass_deadline(submission: Submission) -> None:
+    """Let the deadline of a stream pass once its consumer has taken all tokens; the engine's thread calls this."""
+    end = time.monotonic() + WAIT
+    while submission._taken < submission._count and time.monotonic() < end:
+        time.sleep(0.002)
+    submission.tickets[0].deadline = float("-inf")
+
+
+async def holding(engine: AsyncLLM) -> SamplingParams:
+    """Return parameters with which the last character of a text is always held back: it may begin a stop string."""
+    spoken = (await engine.generate("Smile", params(max_tokens=400))).text
+    return params(max_tokens=60_000, stop=[character + "\0" for character in sorted(set(spoken))])
 
 
 def test_an_event_loop_is_woken_at_most_once_a_round_for_all_its_streams() -> None:
@@ -236,3 +251,38 @@ def test_threads_and_tasks_read_streams_side_by_side() -> None:
 
     tasks, threads = run(work, 0.0005)
     assert tasks == threads and len(set(tasks)) == 6
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+def test_text_held_back_for_a_stop_string_comes_with_the_deadline(kind: str) -> None:
+    async def whole() -> list[Chunk]:
+        async with AsyncLLM(paced(kind=kind)) as engine:
+            stream = engine.submit("Smile", await holding(engine), {"deadline": WAIT}, streams=True)
+            first = await anext(aiter(stream))
+            engine._thread.post(partial(pass_deadline, stream))
+            return [first] + [chunk async for chunk in stream]
+
+    chunks = asyncio.run(whole())
+    output = chunks[-1].output
+    assert output is not None and isinstance(output.error, DeadlinePassed)
+    assert not chunks[-1].pieces and chunks[-1].text
+    assert "".join(chunk.text for chunk in chunks) == output.text == "".join(piece.text for piece in output.pieces)
+
+
+def test_a_stream_sends_the_text_held_back_before_it_raises_that_it_is_late() -> None:
+    async def work(engine: AsyncLLM) -> None:
+        held, heard, taken = await holding(engine), "", set[Submission]()
+
+        def end_streams() -> None:
+            taken.update(engine._thread._open)
+            for stream in engine._thread._open:
+                pass_deadline(stream)
+
+        with pytest.raises(DeadlinePassed):
+            async for chunk in engine.stream("Smile", held, {"deadline": WAIT}):
+                heard += chunk.text
+                engine._thread.post(end_streams)
+        (stream,) = taken
+        assert heard and heard == stream.result(0).text
+
+    run(work)

@@ -79,15 +79,20 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one round added to an answer; the last one carries the whole output."""
+    """What one round added to an answer; the last one carries the whole output.
+
+    An answer that ends without a new token, by its deadline say, may still have text that was held back. The last chunk
+    has it as `rest`. In the output it belongs to the last piece.
+    """
 
     pieces: tuple[Piece, ...]
     output: Output | None = None
+    rest: str = ""  # text of tokens that an earlier chunk had
 
     @property
     def text(self) -> str:
         """The new text."""
-        return "".join(piece.text for piece in self.pieces)
+        return "".join([piece.text for piece in self.pieces]) + self.rest
 
 
 class Answer:
@@ -115,6 +120,7 @@ class Answer:
         self._reader = StopStrings(params.stop, Detokenizer(tokenizer), params.min_tokens)
         self._texts: list[str] = []  # of each decoded token
         self._pieces: list[Piece] = []  # those that were taken
+        self._rest = ""  # text that was held back until the end
         self.session = Session(number, prompt, request, limit, self._watch if params.stop else None)
 
     def start(self) -> MethodRounds:
@@ -128,9 +134,15 @@ class Answer:
 
     def chunk(self) -> Chunk:
         """Return the text since the last call, with the output if the session is finished."""
-        start, output = len(self._pieces), self.output() if self.session.finished else None
-        self.take(self.count)
-        return Chunk(tuple(self._pieces[start:]), output)
+        taken = len(self._pieces)
+        if not self.session.finished:
+            return Chunk(self.take(self.count))
+        return self.last_chunk(taken, self.output())
+
+    def last_chunk(self, taken: int, output: Output) -> Chunk:
+        """Return the output, and what a caller lacks who has taken `taken` tokens."""
+        pieces = output.pieces[taken:]
+        return Chunk(pieces, output, "" if pieces else self._rest)
 
     def take(self, count: int) -> tuple[Piece, ...]:
         """Return the tokens behind those already taken, up to `count` in all."""
@@ -184,6 +196,7 @@ class Answer:
         self._decode(count)
         rest = self._reader.finish()
         if rest and self._texts:
+            self._rest = rest
             self._texts[-1] += rest
             if len(self._pieces) == count:
                 self._pieces[-1] = replace(self._pieces[-1], text=self._texts[-1])

@@ -142,7 +142,7 @@ class AsyncLLM:
         try:
             async for chunk in submission:
                 error = chunk.output.error if chunk.output else None
-                if chunk.pieces or not error:
+                if chunk.pieces or chunk.rest or not error:
                     yield replace(chunk, output=None) if error else chunk
                 if error is not None:
                     raise error

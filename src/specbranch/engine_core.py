@@ -20,9 +20,9 @@ from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS, PLAIN, find_method
-from specbranch.core.rehearsal import rehearse, rehearsed
+from specbranch.core.rehearsal import rehearse, rehearsed, take_table
 from specbranch.core.request import Request
-from specbranch.core.runner import Runner
+from specbranch.core.runner import Runner, TimesForwards
 from specbranch.core.scheduler import Scheduler, Ticket
 from specbranch.core.warm_up import WarmsUp, ended_compiling, late_captures, not_late, save_kinds, warming
 from specbranch.decoding import Decoding
@@ -271,6 +271,8 @@ class EngineCore:
         if not rehearsed(costs, has_draft):
             captures = self.models.parts.captures
             rehearse(self.loop.executor, costs, self.vocabulary, has_draft, REHEARSAL_SECONDS, set_up=captures)
+            if isinstance(self.verifier.runner, TimesForwards):
+                take_table(costs, self.verifier.runner)
 
 
 def raise_failure(output: Output | None) -> None:

@@ -33,7 +33,7 @@ from specbranch.files import replacing
 log = logging.getLogger("specbranch")
 
 EXPERIENCE_VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to save it in; "off": nowhere
-EXPERIENCE_FORMAT = 6
+EXPERIENCE_FORMAT = 7
 WRITE_PAUSE = 5.0  # seconds between two writes, unless it is the last
 WRITE_WAIT = 2.0  # seconds for another process to finish its write
 MOST_CONFIGURATIONS = 64  # configurations whose experience is in memory; a request may bring any
@@ -297,7 +297,7 @@ def set_costs(costs: MeasuredCosts, saved: SavedCosts) -> None:
             raise ValueError(f"{kind!r:.40} is no kind of run")
         recent = costs.hosts.setdefault((kind, _count(str(size), 1, MOST_LOAD)), Recent())
         for seconds in times[-TIMES_KEPT:]:
-            recent.add(_number(seconds, 0.0, HOUR))
+            recent.add(_number(seconds, -HOUR, HOUR))  # a device may hide part of a forward
     for model, one in costs.slow_downs.items():
         for seconds in saved["slow_downs"][model][-TIMES_KEPT:]:
             one.add(_number(seconds, -HOUR, HOUR))

@@ -191,7 +191,7 @@ class Submission:
             if not ended:
                 return Chunk(self._made(self.answers[0].take, count))
         output = self._finished()
-        return Chunk(output.pieces[before:] if self.wish.streams else (), output)
+        return self.answers[0].last_chunk(before, output) if self.wish.streams else Chunk((), output)
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Have `callback` called in the running event loop whenever there is something to take: after a call, not

@@ -21,6 +21,7 @@ def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(case, "BATCH_SIZES", (1,))
 
 
+@pytest.mark.slow
 def test_two_cases_print_one_json_object(command: Command, few_requests: None) -> None:
     done = command("bench", "regret", "--cases", "2", "--jobs", "1", "--half", "report", "--methods", "auto", "--json")
     (found,) = done.answers()

@@ -188,8 +188,11 @@ def test_only_a_fetch_shows_progress(monkeypatch: pytest.MonkeyPatch, command: C
     assert fresh.out == here.out and "smollm2-135m is in" in fresh.err
 
 
-def test_what_is_learned_is_kept_unless_that_is_refused(models: list[str], tmp_path: Path, command: Command) -> None:
+def test_what_is_learned_is_kept_unless_that_is_refused(
+    models: list[str], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "experience"
+    monkeypatch.setenv("SPECBRANCH_EXPERIENCE", str(folder))
     assert command("generate", PROMPT, *models, "--max-tokens", "12", "--no-experience").code == 0
     assert not folder.exists()
     assert command("generate", PROMPT, *models, "--max-tokens", "12").code == 0

@@ -189,6 +189,7 @@ def test_a_models_own_folder_is_not_written_into(command: Command, pair: tuple[s
     assert done.code == 2 and "no draft made by" in done.err and not (Path(pair[0]) / "training").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_a_sentence(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     assert distilled(command, pair[0], tmp_path, *SHORT).code == 0
     (tmp_path / "training" / "checkpoint.safetensors").write_bytes(b"damaged")

@@ -34,6 +34,7 @@ def test_a_target_agrees_with_itself_and_a_disturbed_copy_less(
     assert other["c"] > 0 and other["prompts"] == 3
 
 
+@pytest.mark.slow
 def test_the_table_says_the_same_as_the_json(command: Command, pair: tuple[str, str], prompts: str) -> None:
     shown, printed = (
         evaluated(command, *pair, prompts, "--limit", "2").out,
@@ -51,6 +52,7 @@ def test_the_json_has_the_counts(command: Command, pair: tuple[str, str], prompt
     assert counts["text"] == "greedy answers to 3 prompts of prompts.txt"
 
 
+@pytest.mark.slow
 def test_a_drafts_folder_keeps_the_counts_if_asked_to(
     command: Command, pair: tuple[str, str], tiny_draft: Path, prompts: str, tmp_path: Path
 ) -> None:

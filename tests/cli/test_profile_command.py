@@ -45,6 +45,7 @@ def test_the_json_holds_profile_and_check(chosen: list[str], tmp_path: Path, com
     assert printed["profile"]["overlap"] is False and len(printed["profile"]["target"]) == 7
 
 
+@pytest.mark.slow
 def test_a_profile_says_how_both_models_are_stored(chosen: list[str], tmp_path: Path, command: Command) -> None:
     file, weights = tmp_path / "mine.json", ("--weights", "int8", "--draft-weights", "int8", "--no-check")
     done = command("profile", *chosen, *weights, "--out", str(file))

@@ -56,6 +56,7 @@ def test_all_files_are_written(models: list[str], tmp_path: Path, command: Comma
     assert "modelled" in (out / "timeline.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_parts_of_the_planner_can_be_left_out(models: list[str], command: Command) -> None:
     asked = ["trace", PROMPT, *models, "--max-tokens", "24", "--clock", "c10", "--json"]
     (whole,), (less,) = (command(*asked, *more).answers() for more in ([], ["--without", "overlap, trees"]))

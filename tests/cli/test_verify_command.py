@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,15 @@ def record(out: str) -> dict[str, Any]:
     return found
 
 
+ANSWERS: dict[tuple[str, ...], dict[str, Any]] = {}  # by models: decoded once
+
+
 @pytest.fixture
 def answer(models: list[str], command: Command) -> dict[str, Any]:
-    (answer,) = command("generate", PROMPT, *models, "--seed", "4", "--max-tokens", "20", "--json").answers()
-    return answer
+    if (key := tuple(models)) not in ANSWERS:
+        (made,) = command("generate", PROMPT, *models, "--seed", "4", "--max-tokens", "20", "--json").answers()
+        ANSWERS[key] = made
+    return deepcopy(ANSWERS[key])
 
 
 def test_a_changed_token_is_caught(answer: dict[str, Any], tmp_path: Path, command: Command) -> None:

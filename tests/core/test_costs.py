@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import get_args
 
 import pytest
@@ -72,6 +73,14 @@ def test_reading_a_prompt_is_no_round() -> None:
     assert not costs.knows_target
 
 
+@pytest.fixture
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rehearse as users do, not as briefly as tests that load a pair."""
+    for name, sizes in (("ROWS", REHEARSED_ROWS), ("WIDTHS", REHEARSED_WIDTHS), ("LENGTHS", REHEARSED_LENGTHS)):
+        monkeypatch.setattr(f"specbranch.core.rehearsal.REHEARSED_{name}", sizes)
+
+
+@pytest.mark.usefixtures("every_size")
 @pytest.mark.parametrize("setup", [0.0, 7.0])
 def test_a_rehearsal_finds_what_a_profile_charges(setup: float) -> None:
     costs, profile = MeasuredCosts(), replace(STEEP, draft_setup=setup)
@@ -333,3 +342,68 @@ def test_a_rehearsed_forward_takes_the_shortest_of_its_times() -> None:
     times.take(Reports(verifying=Span(0.0, 9.0, 8)))  # a forward without a verdict is prefill
     times.give(costs)
     assert costs.target.points == {4: 1.0}
+
+
+def run_of(costs: MeasuredCosts, at: float, seconds: float, orders: Orders, rows: int, steps: tuple[int, ...]) -> float:
+    """Observe a run of a lone session that ends `seconds` after `at`, its span only a part of that; returns its end."""
+    end, span = at + seconds, Span(at + 0.7 * seconds, at + seconds, rows)
+    tree = replace(NO_TREE, steps=steps) if steps else None
+    drafts = orders.verify is None
+    costs.observe(
+        {1: orders}, {1: Reports(drafting=span if drafts else None, verifying=None if drafts else span, tree=tree)}
+    )
+    return end
+
+
+def test_where_rounds_are_launched_ahead_a_kind_of_run_costs_what_its_whole_runs_take() -> None:
+    """The verify behind a draft is slow there, as the device waits for the host; looked-up tokens are not."""
+    costs = MeasuredCosts(overlap=False, padded=lambda rows: 1 if rows == 1 else 16, launches_ahead=True)
+    for rows, seconds in ((1, 1.3), (16, 1.4)):
+        costs.target.set(rows, seconds)
+    costs.step.set(1, 0.2)
+    plain, found = Orders(verify=Verify(Context(9, (1,)))), Orders(verify=Verify(Context(9, (1,)), (2, 3)))
+    draft, read = Orders(Grow(Context(9, (1,)), NO_TREE, GROWTH)), Orders(Grow(Context(0, (1,) * 40), NO_TREE, GROWTH))
+    at = run_of(costs, 0.0, 9.0, plain, 1, ())
+    for turn in range(40):
+        at = run_of(costs, at, 1.36, plain, 1, ())
+        at = run_of(costs, at, 30.0 if turn == 0 else 1.53, found, 3, ())  # the first one includes a setup
+        if turn % 4 == 0:
+            at = run_of(costs, at, 12.0, read, 40, (1,))  # the draft prefills a prompt …
+            at = run_of(costs, at, 9.0, draft, 1, (1,))  # … and may still be at it here
+            at = run_of(costs, at, 2.6, found, 3, ())
+            at = run_of(costs, at, 1.2, draft, 1, (1,))
+            at = run_of(costs, at, 2.6, found, 3, ())
+    whole = {kind: costs.target_seconds(1 if kind == "plain" else 3) + costs.gap(kind) for kind in ("plain", "lookup")}
+    assert whole["plain"] == pytest.approx(1.36, rel=0.03) and whole["lookup"] == pytest.approx(1.53, rel=0.03)
+    drafted = costs.draft_seconds(1) + costs.target_seconds(3) + costs.host_of_drafting(1)
+    assert drafted == pytest.approx(1.2 + 2.6, rel=0.05), "without the prompts that were prefilled"
+    assert costs.factor == pytest.approx(1.0, rel=0.1) and not costs.plain_due
+
+
+def test_a_machine_that_is_slow_for_a_while_changes_no_comparison_where_rounds_are_launched_ahead() -> None:
+    costs = MeasuredCosts(overlap=False, launches_ahead=True)
+    for rows, seconds in ((1, 1.3), (16, 1.4)):
+        costs.target.set(rows, seconds)
+    plain, found = Orders(verify=Verify(Context(9, (1,)))), Orders(verify=Verify(Context(9, (1,)), (2,) * 15))
+    at = run_of(costs, 0.0, 1.4, plain, 1, ())
+    for slow in (1.0, 2.0):
+        for _ in range(30):
+            at = run_of(costs, at, slow * 1.4, plain, 1, ())
+            if slow == 1.0:
+                at = run_of(costs, at, 1.6, found, 16, ())
+    assert costs.target_seconds(1) + costs.gap("plain") == pytest.approx(2.8, rel=0.05)
+    assert costs.target_seconds(16) + costs.gap("lookup") == pytest.approx(3.2, rel=0.1)
+
+
+def test_uneven_rounds_change_no_comparison() -> None:
+    """Now and then a round is slow; a thousand plain ones must not make rows look dear that nobody verifies."""
+    costs, random = MeasuredCosts(overlap=False), Random(3)
+    for rows, seconds in ((1, 10.0), (2, 12.0), (16, 30.0)):
+        costs.target.set(rows, seconds)
+    at = 0.0
+    for _ in range(1000):
+        seconds = 10.0 * (1.0 + random.expovariate(3.0))
+        costs.observe({1: Orders(verify=Verify(Context(9, (1,))))}, {1: Reports(verifying=Span(at, at + seconds, 1))})
+        at += seconds
+    assert costs.target_seconds(2) / costs.target_seconds(1) == pytest.approx(1.2)
+    assert 0.9 < costs.factor < 1.7

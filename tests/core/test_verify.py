@@ -17,6 +17,7 @@ from specbranch.core.orders import Context, Sparse, Verify
 from specbranch.core.slots import ROOT
 from specbranch.core.verify import Head, Uniform, accept_match, accept_ratio
 from specbranch.lab.toys.toys import ListLaw, ToyLaw, shaped
+from tiers import tiered
 
 ON = Context(0, (0,))
 LOW = 1e-12
@@ -310,7 +311,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", tiered(SHAPES, list(SHAPES)[:3:2].__contains__))
 def test_tree_emits_the_targets_joint_law(name: str) -> None:
     found = walks(SHAPES[name])
     rare = {
@@ -324,6 +325,7 @@ def test_siblings_tested_as_if_drawn_with_replacement_are_caught() -> None:
     assert walks(Shape(sampled=3, fixed=0, renormalised=False)).p_value < CAUGHT
 
 
+@pytest.mark.slow
 def test_argmax_residual_in_a_tree_is_caught() -> None:
     assert walks(Shape(sampled=1, fixed=2), law=GreedyResidual).p_value < CAUGHT
 

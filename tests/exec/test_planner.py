@@ -251,6 +251,7 @@ def test_what_is_done_changes_where_a_code_block_begins_and_ends(knowledge: str)
     assert session.stats.decode_seconds < 1.1 * sum(parts)
 
 
+@pytest.mark.slow
 def test_a_draft_that_becomes_useful_is_found_out() -> None:
     """Nothing repeats and nothing is drafted well, until the draft is always right; only a probe can tell."""
     for seed in SEEDS:
@@ -454,7 +455,7 @@ def test_what_follows_a_verdict_is_the_draft_where_that_pays_else_what_is_looked
     follows = planner.launch_ahead(growing.tree(), 0)
     assert follows is not None
     assert follows((4,)) is None, "the draft has read it, and may have something to say"
-    assert follows((5,)) == ("draft" if step < 0.01 else ())
+    assert follows((5,)) == ("draft" if step < 0.01 else None), "plain decoding launches its own steps"
     assert follows((5, 1, 2, 3)) == "draft" if step < 0.01 else follows((5, 1, 2, 3))[:3] == (9, 8, 7)  # type: ignore[index]
 
 
@@ -499,6 +500,7 @@ def stated_truly(count: int, seed: int) -> Scripted:
     return Scripted(tuple(fresh(count)), tuple(sure), tuple(0 if rng.random() < said else NEVER for said in sure))
 
 
+@pytest.mark.slow
 def test_every_round_and_token_counts_for_one_arm() -> None:
     script, experience = Scripted.of(fresh(150), 0.7, 4) + Scripted.of(repeating(100), 0.5, 4), Experience(TEN)
     rounds = tokens = 0
@@ -514,6 +516,7 @@ def test_every_round_and_token_counts_for_one_arm() -> None:
     assert (sum(arm.rounds for arm in life), sum(arm.tokens for arm in life)) == (rounds, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", tiered(("c10", "h200-1b-8b", "h200x2-1b-8b"), "h200-1b-8b".__eq__))
 def test_what_the_model_expects_of_an_arm_is_what_is_seen(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft is as sure off the text as on it; otherwise the shape of a tree would give the text away."""

@@ -21,6 +21,7 @@ from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
+from tiers import tiered
 from toybench import law
 
 PROMPTS = {0: (1, 2, 3), 1: (4, 5, 1, 2, 3, 4), 2: (5, 5, 2, 1, 3, 1, 2)}
@@ -71,7 +72,7 @@ EXECUTORS: dict[str, Callable[[Verifier], Executor]] = {
 }
 
 
-@pytest.fixture(params=EXECUTORS)
+@pytest.fixture(params=tiered(EXECUTORS, "process".__ne__))
 def made(request: pytest.FixtureRequest) -> Any:
     """A function that makes an executor over a target with a decoding session, 0, and two with unread prompts."""
     opened: list[Executor] = []

@@ -310,6 +310,7 @@ def answered(executor: Serial | Process, prompt: Sequence[int], method: str) -> 
     return session
 
 
+@pytest.mark.slow
 def test_a_long_prompt_for_a_child_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
     rng = random.Random(3)
     prompt = [rng.randrange(100, 1000) for _ in range(PROMPT)]

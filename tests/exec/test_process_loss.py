@@ -276,7 +276,7 @@ def send(executor: Process, number: int) -> None:
     os.kill(executor.child_pid, number)
 
 
-@pytest.mark.parametrize("kills", tiered((5, 20), (5).__eq__))
+@pytest.mark.parametrize("kills", tiered((2, 20), (2).__eq__))
 def test_a_draft_process_killed_in_mid_request_changes_nothing(kills: int) -> None:
     rng = random.Random(2)
     executor, target = executor_with()
@@ -419,6 +419,7 @@ def test_a_request_completes_while_no_child_is_started(tmp_path: Path, clock: Ha
         assert starts(notes) == 1
 
 
+@pytest.mark.slow
 def test_the_state_of_the_draft_can_be_read_at_any_time(clock: HandClock) -> None:
     executor, _ = executor_with(clock=clock)
     with closing(executor):
@@ -462,6 +463,7 @@ def test_waits_double_up_to_a_minute_and_a_drafted_round_makes_them_short_again(
         assert executor.child_pid
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_even_be_made_again_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     executor, target = executor_with()
     with closing(executor):
@@ -496,6 +498,7 @@ def test_no_child_is_left_after_close() -> None:
     executor.close()
 
 
+@pytest.mark.slow
 def test_a_child_that_is_drafting_is_gone_after_close_too() -> None:
     executor, _ = executor_with(drafter_recipe(DRIFT, seconds=0.2))
     begin(executor, "confidence", 1)
@@ -514,7 +517,13 @@ print(executor.child_pid, flush=True)
 """
 
 
-@pytest.mark.parametrize("ending", ["", "os._exit(1)", "raise SystemExit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "ending",
+    tiered(
+        ("", "os._exit(1)", "raise SystemExit(3)", "os.kill(os.getpid(), signal.SIGKILL)"),
+        "os.kill(os.getpid(), signal.SIGKILL)".__eq__,
+    ),
+)
 def test_a_parent_that_exits_without_closing_leaves_no_child(ending: str) -> None:
     here = str(Path(__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([here, *sys.path])}

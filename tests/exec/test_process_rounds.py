@@ -21,6 +21,7 @@ from specbranch.exec.messages import Open, Recipe, TargetDone, Work
 from specbranch.exec.serial import draft_or_whole
 from specbranch.exec.verifier import Scored, Verifier
 from specbranch.lab.toys.toys import Logits, ToyRunner
+from tiers import tiered
 from toybench import PROFILE, Overheard, SlowRunner, drafter_recipe, law
 
 PATIENCE = 10.0  # seconds after which something that should come is not waited for any more
@@ -65,7 +66,7 @@ def request(rule: Rule = "match") -> Request:
     return Request(SamplingParams(temperature=0.7), 3, 2, rule=rule)
 
 
-@pytest.mark.parametrize("rule", ["match", "ratio"])
+@pytest.mark.parametrize("rule", tiered(("match", "ratio"), "ratio".__eq__))
 def test_lanes_go_on_until_the_verdicts_are_made_not_only_until_the_forward_is_launched(
     rule: Rule, tmp_path: Path
 ) -> None:

@@ -117,7 +117,7 @@ def joined(loop: Loop, case: Case, method: str) -> Session:
 @pytest.mark.parametrize("method", tiered(METHODS_TRIED, ("pearl", "specbranch", "lookahead").__contains__))
 def test_repeated_orders_change_no_token(inner: Executor, method: str) -> None:
     executor, drafted = Repeating(inner, seed=7), 0
-    for seed in range(6):
+    for seed in range(4):
         loop = Loop(executor)
         cases = [Case((seed, 1, 2) * (1 + 9 * at), (0.0, 0.7, 1.3)[at], 10 * seed + at, ENDING) for at in range(3)]
         sessions = [joined(loop, case, method) for case in cases]
@@ -127,6 +127,7 @@ def test_repeated_orders_change_no_token(inner: Executor, method: str) -> None:
     assert min(executor.repeated.values()) > 3 and (drafted > 100 or method == "autoregressive")
 
 
+@pytest.mark.slow
 @each_value
 @pytest.mark.parametrize("method", ["speculative", "pearl", "lookup", "lookahead"])
 def test_repeated_orders_change_no_token_under_the_ratio_rule(inner: Executor, method: str) -> None:
@@ -156,7 +157,7 @@ def timeless(report: Reports) -> Reports:
 # it has more time where less is to be read
 @pytest.mark.parametrize("method", [name for name in METHODS_TRIED if name != "specbranch"])
 def test_an_order_that_is_repeated_is_answered_alike(method: str) -> None:
-    for seed in range(4):
+    for seed in range(2):
         loop = Loop(Twice(make_verifier(), make_drafter(DRIFT)))
         session = joined(loop, Case((seed, 5), 0.7, seed, ENDING), method)
         run_out(loop)

@@ -209,12 +209,12 @@ def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(ki
     kv_slots, draft_kv_slots, rules = MEMORIES[memory]
     executor = executors(kv_slots, draft_kv_slots)[kind]()
     scheduler = Scheduler(Loop(executor, limits=LIMITS), most=12, ahead=4)
-    desk = Desk(scheduler, random.Random(2), cancels=0.0005)
-    desk.run(mixed(120, rules=rules))
+    desk = Desk(scheduler, random.Random(2), cancels=0.001)
+    desk.run(mixed(60, rules=rules))
     executor.close()
     check(desk.done, desk.cancelled)
     reported = scheduler.snapshot()
-    assert len(desk.cancelled) == reported.cancelled > 3 and reported.finished == 120 - reported.cancelled
+    assert len(desk.cancelled) == reported.cancelled > 3 and reported.finished == 60 - reported.cancelled
     assert (reported.preemptions > 0) == (kv_slots is not None)
     assert holds_nothing(executor) and reported.running == reported.waiting == 0
 

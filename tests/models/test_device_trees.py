@@ -97,7 +97,7 @@ def with_lookup(rng: random.Random, tree: Tree, growth: Growth) -> Tree:
 
 @each_value
 @pytest.mark.parametrize("request_", [GREEDY, NOISY], ids=["greedy", "noisy"])
-@pytest.mark.parametrize("seed", tiered(range(12), (3).__gt__))
+@pytest.mark.parametrize("seed", tiered(range(12), (2).__gt__))
 def test_a_tree_grown_at_once_is_the_one_that_is_grown_step_by_step(seed: int, request_: Request, decoder: Any) -> None:
     assert_grown_alike(seed, request_, decoder)
 

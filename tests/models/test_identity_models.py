@@ -85,7 +85,7 @@ def compare(load: Load, target: Path, draft: Path, shaping: dict[str, object], r
     works = executor(load, target, draft)
     for run in range(runs):
         prompt = some_tokens(5 + 20 * run, seed=run)  # the second prompt is long enough to be read in chunks
-        params = SamplingParams(**shaping, max_tokens=23 + run)
+        params = SamplingParams(**shaping, max_tokens=15 + run)
         plain = decode(works, "autoregressive", params, prompt, run)
         for method in METHODS:
             sessions[method] = decode(works, method, params, prompt, run)
@@ -95,8 +95,8 @@ def compare(load: Load, target: Path, draft: Path, shaping: dict[str, object], r
 
 
 @each_value
-@pytest.mark.parametrize("shaping", tiered(SHAPINGS, ("greedy", "everything").__contains__))
-@pytest.mark.parametrize("kind", tiered(CONFIGS, ("llama", "qwen3").__contains__))
+@pytest.mark.parametrize("shaping", tiered(SHAPINGS, "everything".__eq__))
+@pytest.mark.parametrize("kind", tiered(CONFIGS, "qwen3".__eq__))
 def test_native_runner_gives_autoregressive_tokens_with_every_method(
     kind: str, shaping: str, folder: Callable[[str], tuple[Path, Path]]
 ) -> None:
@@ -120,6 +120,7 @@ def test_transformers_runner_gives_autoregressive_tokens_with_every_method(
     compare(load_transformers, *folder("llama"), SHAPINGS[shaping], runs=1)
 
 
+@pytest.mark.slow
 def test_both_runners_say_the_same(folder: Callable[[str], tuple[Path, Path]]) -> None:
     target, draft = folder("qwen3")
     params = SamplingParams(temperature=0.8, max_tokens=30)

@@ -131,7 +131,7 @@ def test_tokens_are_the_sources_and_rows_behind_the_vocabulary_are_never_said(
     loud = scores(large, some_tokens(60))
     assert (loud.argmax(-1) >= VOCABULARY).all()
     runners = [GpuRunner(runner.decoder, 256) if on_graphs else runner for runner in (large, small)]
-    params = SamplingParams(**SHAPINGS[shaping], max_tokens=40)  # type: ignore[arg-type]
+    params = SamplingParams(**SHAPINGS[shaping], max_tokens=16)  # type: ignore[arg-type]
     said = [
         decode(Serial(Verifier(runner)), "autoregressive", params, some_tokens(20), 3, eos=-1).output
         for runner in runners

@@ -59,6 +59,7 @@ def test_chunks_and_preemptions_leave_every_bit_as_it_is(
     assert stats.preemptions > 0 and stats.finished == 12 and all(one.free == one.total for one in stats.kv_slots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["native", "transformers"])
 def test_a_text_prefilled_in_chunks_is_that_prefilled_at_once(
     runner: Any, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch

@@ -183,7 +183,7 @@ def test_every_token_takes_one_step_and_none_is_wasted(temperature: float, decod
 
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("executor", tiered((Serial, Streams), lambda kind: kind is Serial))
-@pytest.mark.parametrize("seed", tiered(range(10), (2).__gt__))
+@pytest.mark.parametrize("seed", tiered(range(10), (0).__eq__))
 def test_texts_are_those_of_the_reference_whoever_joins_leaves_or_is_shaped(
     seed: int, executor: type[Serial], decoder: Decoder
 ) -> None:
@@ -283,7 +283,7 @@ def test_a_step_that_was_not_asked_for_after_all_changes_nothing(what: str, deco
 def test_a_request_finishes_in_a_pool_of_one_page(decoder: Decoder) -> None:
     runner = Counting(decoder, CONTEXT, pages=1)
     scheduler = Scheduler(loop_of(runner))
-    sessions = [session(n, SamplingParams(max_tokens=60, ignore_eos=True), some_tokens(150, n)) for n in range(3)]
+    sessions = [session(n, SamplingParams(max_tokens=24, ignore_eos=True), some_tokens(150, n)) for n in range(3)]
     for one in sessions:
         scheduler.submit(one, partial(started, one))
     while scheduler.tickets:
@@ -359,6 +359,7 @@ def test_a_launch_that_fails_costs_a_round_and_no_text(
     runner.check()
 
 
+@pytest.mark.slow
 def test_a_step_never_exceeds_the_memory_of_partial_results(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts grow, and a long one decodes among short ones: then rounds are ordered, and split into steps."""
     arch, sizes = decoder.arch, list[bool]()

@@ -186,6 +186,7 @@ def decoded(target: NativeRunner, draft: NativeRunner, prompts: list[list[int]],
     return sessions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", tiered(("speculative", "pearl", "tree", "specbranch"), "specbranch".__eq__))
 def test_a_full_pool_ends_a_request_with_a_sentence_and_none_of_the_others(method: str, folder: Path) -> None:
     prompts = [some_tokens(150, seed=seed) for seed in range(4)]

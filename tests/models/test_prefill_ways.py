@@ -36,8 +36,8 @@ def make(kind: str, shape: str) -> NativeRunner:
 
 
 @each_value
-@pytest.mark.parametrize("chunk", tiered(CHUNKS, (1).__ne__))
-@pytest.mark.parametrize("shape", SMALL_SHAPES)
+@pytest.mark.parametrize("chunk", tiered(CHUNKS, (17, 256).__contains__))
+@pytest.mark.parametrize("shape", tiered(SMALL_SHAPES, ("llama", "qwen3").__contains__))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_read_in_any_way_fills_the_cache_alike(kind: str, shape: str, chunk: int) -> None:
     runner = make(kind, shape)

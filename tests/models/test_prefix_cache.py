@@ -138,7 +138,7 @@ def test_a_prompt_that_begins_like_another_has_the_bits_of_reading_it(kind: str,
     assert runner.pool.free == runner.pool.pages and runner.pool.idle > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(KINDS, "graphs".__ne__))
 def test_what_steps_wrote_is_read_again(kind: str, decoder: Decoder) -> None:
     runner, text = made(kind, decoder, 64), BASES[0][:700]
     read(runner, 0, text[:200])
@@ -172,7 +172,7 @@ def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[li
     return text, found
 
 
-@pytest.mark.parametrize("kind", tiered(KINDS, "plain".__ne__))
+@pytest.mark.parametrize("kind", tiered(KINDS, "int8".__eq__))
 def test_a_second_turn_prefills_the_answer_the_incomplete_chunk_and_what_is_new(kind: str, decoder: Decoder) -> None:
     runners = [made(kind, decoder, 128) for _ in range(2)]
     runners[1].prefix_cache = False
@@ -500,7 +500,7 @@ def references(decoder: Decoder) -> dict[tuple[str, int], Reference]:
     return {(kind, chunk): Reference(kind, decoder, chunk) for kind in KINDS for chunk in CHUNKS}
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(0, 1 << 30), st.sampled_from(sorted(KINDS)), st.sampled_from(CHUNKS))
 def test_every_recalled_prefix_has_the_bits_of_reading_it_and_no_page_is_lost(
     references: dict[tuple[str, int], Reference], seed: int, kind: str, chunk: int

@@ -415,6 +415,7 @@ class Twins:
         assert self.drops or self.runners[0].pool.free == self.runners[1].pool.free
 
 
+@each_value
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("seed", tiered(range(4), (0).__eq__))
 def test_prefill_that_is_put_off_leaves_what_prefill_at_once_leaves(seed: int, drops: bool, made: Any) -> None:

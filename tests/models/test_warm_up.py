@@ -145,6 +145,7 @@ class NoForecast:
         return None
 
 
+@pytest.mark.slow
 def test_nothing_is_captured_when_steps_return_hidden_states(pair: Pair) -> None:
     target, draft = pair
     config = SpeculativeConfig(method="specbranch", policy="paper", num_speculative_tokens=4)
@@ -175,6 +176,7 @@ def test_nothing_is_captured_when_a_text_is_scored(pair: Pair) -> None:
     assert max(kind[0].rows for kind in pair[0].graphs.met) == 32
 
 
+@pytest.mark.slow
 def test_nothing_is_captured_when_requests_are_preempted_and_resumed(pair: Pair) -> None:
     executor = warmed(pair, "autoregressive", 4)
     loop, made = Loop(executor), list[Session]()

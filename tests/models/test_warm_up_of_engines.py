@@ -16,6 +16,7 @@ from specbranch.errors import BadParameter
 from specbranch.lab.bench.table import late_note
 from specbranch.lab.measure.loaded_pair import load_pair
 from specbranch.lab.measure.step_times import plain_times, step_table, warmed_up
+from tiers import tiered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,7 +40,7 @@ def captured(llm: LLM) -> int:
     return sum(len(runner.graphs.captured) for runner in runners)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "speculative", "specbranch"])
+@pytest.mark.parametrize("method", tiered(("autoregressive", "speculative", "specbranch"), "specbranch".__eq__))
 def test_after_a_full_warm_up_nothing_is_captured(method: str, on_graphs: None, pair: tuple[str, str]) -> None:
     with LLM(*pair, method=method, options={"max_batch": 4}) as llm:
         ready = captured(llm)

@@ -6,6 +6,7 @@ import json
 import random
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_a_stream_has_what_the_whole_answer_has(repeating: Running) -> None:
     draw = random.Random(11)
     spoken = repeating.post(COMPLETE, {**LONG, "max_tokens": 300, "stream": False}).json()["choices"][0]["text"]
     ended: set[str] = set()
-    for _ in range(40):
+    for _ in range(20):
         path, asked = drawn(draw, spoken)
         whole = repeating.post(path, asked).json()
         options = draw.choice((USAGE, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}))
@@ -94,6 +95,33 @@ def test_a_stream_has_what_the_whole_answer_has(repeating: Running) -> None:
         cached = [usage.pop("prompt_tokens_details", None) for usage in (last["usage"], whole["usage"])]
         assert last["usage"] == whole["usage"] and all(cached) and last["choices"] == []
     assert ended == {"stop", "length"}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+def test_a_stream_past_its_deadline_has_the_text_that_was_held_back_for_a_stop_string(
+    path: str, repeating: Running
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Smile"}]} if path == CHAT else {"prompt": "Smile"}
+    body |= {"ignore_eos": True, "seed": 1, "stream": True}
+    spoken = joined(events(repeating.post(path, {**body, "max_tokens": 400})))[0]["text"]
+    stops = [character + "\0" for character in sorted(set(spoken))]  # the last character is always held back
+    thread, streams = repeating.engine._thread, []
+
+    def pass_deadline() -> None:
+        """Once the server has taken all tokens of the stream, its deadline passes."""
+        streams.extend(thread._open)
+        until(lambda: streams[0]._taken == streams[0]._count)
+        streams[0].tickets[0].deadline = float("-inf")
+
+    with ThreadPoolExecutor() as pool:
+        late = {**body, "max_tokens": 60_000, "stop": stops, "deadline": WAIT}
+        answer = pool.submit(repeating.post, path, late)
+        until(lambda: any(stream._taken for stream in thread._open))
+        thread.post(pass_deadline)
+        *said, error = events(answer.result())
+    assert error["error"]["code"] == "deadline_passed"
+    assert joined(said)[0]["text"] == streams[0].result(0).text != ""
+    until(repeating.is_idle)
 
 
 def test_every_event_says_the_same_of_its_answer(quick: Running) -> None:

@@ -36,7 +36,7 @@ def show(chunks: Iterable[Chunk], colour: bool) -> Output:
     """Print an answer as it arrives; return it when it is complete."""
     output: Output | None = None
     for chunk in chunks:
-        click.echo("".join(_painted(piece, colour) for piece in chunk.pieces), nl=False, color=colour)
+        click.echo("".join(_painted(piece, colour) for piece in chunk.pieces) + chunk.rest, nl=False, color=colour)
         output = chunk.output
     click.echo()
     assert output is not None

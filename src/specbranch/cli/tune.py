@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from specbranch.cli.bench import CACHE_OPTION, DATA, DRAFT_WEIGHTS_OPTION, PROFILES, PROMPTS, WEIGHTS_OPTION
+from specbranch.cli.bench_options import CACHE_OPTION, DATA, DRAFT_WEIGHTS_OPTION, PROFILES, PROMPTS, WEIGHTS_OPTION
 from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR, ExecutorName

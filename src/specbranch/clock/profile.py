@@ -99,6 +99,11 @@ class CostProfile:
         return False
 
     @property
+    def last_run(self) -> None:
+        """Unknown: the times of both models say all."""
+        return None
+
+    @property
     def launches_ahead(self) -> bool:
         """True if the profile knows what launching the next round ahead saves."""
         return self.asking > 0.0

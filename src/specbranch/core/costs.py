@@ -18,13 +18,15 @@ from specbranch.core.orders import DraftOrder, Orders, Prefill, Reports, Span, V
 TIMES_KEPT = 15  # latest values that a median is taken of
 SLOPE = 0.05  # share of the seconds of one row that each further row of a target forward adds, until more is timed
 LANE = 0.05  # the same for each further row of a draft step
-MOST_RATIO = 1.5  # a round counts as at most this many times as slow, or as fast, as expected
 LATEST = 31  # rounds of a size whose median counts, the time at load among them
 AT_LOAD = 4  # rounds that the time at load counts as
 PLANNING_SECONDS = 0.0001  # of the host for each session's plan, until it is timed
 PLAIN_ROUNDS = 2  # plain rounds that are timed first
+PRIOR_RUNS = 3  # runs that the first guess of the host's part of a kind of run counts as
+PLAIN_SETTLED = 9  # plain runs whose median stays what a plain run takes; later ones move the machine's factor
+FADE_EVERY = 256  # runs of other kinds after which that guess counts as one run more
 PLAIN_EVERY = 256  # rounds after which a plain round is timed again
-FACTOR_PACE = 0.3  # part of a round's ratio, in logarithms, that the machine's common factor takes over
+FACTOR_RUNS = 7  # latest runs whose median is the machine's common factor; a plain one counts twice
 MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
 Model = Literal["target", "draft"]
 # Kinds of runs: "draft" and the "verify" behind it are one round; "plain" and "lookup" verify without a draft.
@@ -77,6 +79,11 @@ class Costs(Protocol):
         ...
 
     @property
+    def last_run(self) -> float | None:
+        """Seconds of the latest run, from the end of the one before; None: the times of its models say it."""
+        ...
+
+    @property
     def draft_setup(self) -> float:
         """Seconds that the draft needs once in a round, beside its steps."""
         ...
@@ -121,8 +128,8 @@ class Costs(Protocol):
 class Recent:
     """The median of the latest values."""
 
-    def __init__(self) -> None:
-        self.values: deque[float] = deque(maxlen=TIMES_KEPT)
+    def __init__(self, values: Sequence[float] = ()) -> None:
+        self.values: deque[float] = deque(values, maxlen=TIMES_KEPT)
 
     def add(self, value: float) -> None:
         """Take in a value."""
@@ -171,29 +178,31 @@ class Curve:
             self._first[rows] = seconds
         return True
 
-    def correct(self, rows: int, seconds: float) -> bool:
-        """Take in the seconds of a round, on a machine as fast as at load; returns False for the very first of a size.
+    def meets(self, rows: int) -> bool:
+        """Note a round of a size; returns False for the very first: it may include a setup."""
+        if rows in self._latest:
+            return True
+        self._latest[rows] = deque([self.seconds(rows)] * AT_LOAD, maxlen=LATEST)
+        return False
 
-        That one may include a setup, and is dropped; then the median of the latest counts, the time at load among them.
-        """
-        if rows not in self._latest:
-            self._latest[rows] = deque([self.seconds(rows)] * AT_LOAD, maxlen=LATEST)
-            return False
+    def correct(self, rows: int, seconds: float) -> None:
+        """Take in the seconds of a round, on a machine as fast as at load: the median of the latest counts, the time at
+        load among them."""
         self._latest[rows].append(seconds)
         self.set(rows, median(self._latest[rows]))
-        return True
-
-    def seen(self, rows: int) -> int:
-        """Return how many rounds of a size have come since the load, up to a limit."""
-        return len(self._latest.get(rows, ())) - AT_LOAD
 
 
 class MeasuredCosts:
     """Costs timed at load (`rehearsal.py`), and corrected by rounds.
 
     A common factor follows the speed of the machine: it is the same for both models, so a phase in which everything is
-    slow changes no comparison. What remains corrects the point of the size. A single slow round hardly counts: ratios
-    are clipped. If target forwards are padded, all forwards of one padded size share their time.
+    slow changes no comparison. What remains corrects the point of the size; that of a plain round stays as it was timed
+    at load, so that factor and points cannot drift apart. A single slow round does not count: both are medians. If
+    target forwards are padded, all forwards of one padded size share their time.
+
+    A device that launches rounds ahead hides the host behind its work, in some kinds of runs more than in others, so
+    the times of its forwards do not compare. There the curves stay as they were timed at load, and each kind of run has
+    what its whole runs take beyond them.
     """
 
     prices_all = False  # planning itself takes time
@@ -206,8 +215,13 @@ class MeasuredCosts:
         self.factor = 1.0  # how slow the machine is now, by its speed at load
         self.hosts: dict[tuple[RunKind, int], Recent] = {}  # by the power of two of the sessions, too
         self.slow_downs: dict[Model, Recent] = {model: Recent() for model in get_args(Model)}
+        self._ratios: deque[float] = deque(maxlen=FACTOR_RUNS)  # of the latest runs: seconds, by those timed at load
+        self.last_run: float | None = None  # seconds of the latest whole run, on a device that launches ahead
         self._ended: float | None = None
+        self._plain_runs = 0  # that were timed
         self._since_plain = 0  # rounds
+        self._unseen: dict[tuple[RunKind, int], int] = {}  # runs of other kinds since one of this kind
+        self._reads = False  # the run before this one prefilled in the draft, which may still be at it
         self._drafted_before = False  # the run before this one only drafted
 
     @property
@@ -251,7 +265,7 @@ class MeasuredCosts:
         size = sessions.bit_length()
         known = [at for of, at in self.hosts if of == kind]
         if not known:
-            return 0.0 if kind == "plain" else PLANNING_SECONDS * sessions
+            return _first_gap(kind, sessions)
         nearest = min(known, key=lambda at: abs(at - size))
         found = self.factor * self.hosts[kind, nearest].median
         return found if kind == "plain" else found * 2.0 ** (size - nearest)
@@ -259,7 +273,7 @@ class MeasuredCosts:
     @property
     def ahead_saves(self) -> float:
         """Seconds that launching ahead saves: the host's part of a round."""
-        return self.host
+        return max(self.host, 0.0)
 
     @property
     def knows_target(self) -> bool:
@@ -294,23 +308,80 @@ class MeasuredCosts:
         """
         drafting = next((report.drafting for report in reports.values() if report.drafting), None)
         verifying = next((report.verifying for report in reports.values() if report.verifying), None)
-        steps = _steps(reports)
+        steps, kind = _steps(reports), _kind_of(orders, self._drafted_before)
         overlaps = drafting is not None and verifying is not None and _overlap(drafting, verifying)
-        if drafting is not None and steps and not any(_prefills(order.draft) for order in orders.values()):
-            self._drafted(drafting.seconds, steps, overlaps)
+        reads = any(_prefills(order.draft) for order in orders.values())
         prefilled = prefilled or any(order.prefill or _prefills(order.verify) for order in orders.values())
+        spans = [span for span in (drafting, verifying) if span is not None]
+        self._drafted_before = verifying is None
+        if drafting is not None and steps and not self.knows_draft and not reads:
+            self._drafted(drafting.seconds, steps, overlaps)
+        elif self.launches_ahead and not overlaps:
+            clean = not (prefilled or reads or self._reads)
+            self._whole_run(spans, kind, len(orders), self._modelled(verifying, steps) if clean else None)
+            self._reads = reads
+            return
+        elif drafting is not None and steps and not reads:
+            self._drafted(drafting.seconds, steps, overlaps)
         if verifying is not None and not prefilled:
             self._verified(verifying, len(steps) if overlaps else 0)
-        spans = [span for span in (drafting, verifying) if span is not None]
-        self._between(spans, _kind_of(orders, self._drafted_before), len(orders))
-        self._drafted_before = verifying is None
+        self._between(spans, kind, len(orders))
 
     def observe_plain(self, span: Span, sessions: int, prefilled: bool) -> None:
         """Learn from a round of plain decoding of so many sessions; `prefilled` as for `observe`."""
+        self._drafted_before = False
+        if self.launches_ahead:
+            self._whole_run([span], "plain", sessions, None if prefilled or self._reads else self._modelled(span, []))
+            self._reads = False
+            return
         if not prefilled:
             self._verified(span, 0)
         self._between([span], "plain", sessions)
-        self._drafted_before = False
+
+    def _modelled(self, verifying: Span | None, steps: list[int]) -> float | None:
+        """Return the seconds of a run's forwards, as they were timed at load; None: some were not."""
+        seconds = self.setup + sum(self.step.seconds(width) for width in steps) if steps else 0.0
+        if verifying is not None:
+            rows = self._rows(verifying.tokens)
+            if self.target.meet(rows, verifying.seconds / self.factor):
+                return None
+            seconds += self.target.seconds(rows)
+        return seconds if verifying is not None or (steps and self.knows_draft) else None
+
+    def _whole_run(self, spans: list[Span], kind: RunKind, sessions: int, modelled: float | None) -> None:
+        """Learn from a whole run, from the end of the one before it; `modelled`: None if that says nothing."""
+        if not spans:
+            return
+        started, self._ended = self._ended, max(span.end for span in spans)
+        whole = self._ended - (min(span.start for span in spans) if started is None else started)
+        self.last_run = whole
+        if modelled is None or started is None:
+            return
+        if kind == "plain":
+            self._plain_runs += 1
+        if kind != "draft":
+            self._since_plain = 0 if kind == "plain" else self._since_plain + 1
+        at = kind, sessions.bit_length()
+        if at not in self.hosts:  # the first run of a kind may include a setup
+            prior = [] if kind == "plain" else [self.gap(kind, sessions) / self.factor] * PRIOR_RUNS
+            self.hosts[at] = Recent(prior)
+            return
+        recent = self.hosts[at]
+        if kind != "plain" or len(recent.values) < PLAIN_SETTLED:
+            recent.add(whole / self.factor - modelled)
+        elif kind == "plain":
+            self._follow(whole, modelled + recent.median, True)
+        self._fade(at)
+
+    def _fade(self, seen: tuple[RunKind, int]) -> None:
+        """Have the other kinds of runs of this batch size go back to their first guess, slowly."""
+        self._unseen[seen] = 0
+        for at, recent in self.hosts.items():
+            if at[1] == seen[1] and at != seen and at[0] != "plain":
+                self._unseen[at] = self._unseen.get(at, 0) + 1
+                if self._unseen[at] >= FADE_EVERY:
+                    self._unseen[at] = 0
+                    recent.add(_first_gap(at[0], 1 << max(at[1] - 1, 0)))
 
     def _rows(self, rows: int) -> int:
         """Return the number of rows with which a target forward is computed."""
@@ -323,9 +394,10 @@ class MeasuredCosts:
             self.slow_downs["draft"].add((seconds - expected) / len(steps))
         elif not self.step.meet(_mean(steps), (seconds / self.factor - self.setup) / len(steps)):
             ratio = seconds / max(expected, 1e-12)
-            known = [self.step.correct(width, self.step.seconds(width) * ratio) for width in set(steps)]
-            if all(known):
-                self._follow(ratio)
+            if all(map(self.step.meets, set(steps))):
+                self._follow(ratio, 1.0 / self.factor, False)
+                for width in set(steps):
+                    self.step.correct(width, self.step.seconds(width) * ratio)
 
     def _verified(self, span: Span, steps: int) -> None:
         """Learn from the target's part of a round; `steps`: draft steps at the same time."""
@@ -334,19 +406,23 @@ class MeasuredCosts:
             if self.knows_target:
                 self.slow_downs["target"].add((span.seconds - self.target_seconds(span.tokens)) / steps)
         elif not self.target.meet(rows, span.seconds / self.factor):
-            expected = self.target_seconds(span.tokens)
-            if self.target.correct(rows, span.seconds / self.factor):
-                self._follow(span.seconds / max(expected, 1e-12))
+            plain = rows == self._rows(1)
+            if self.target.meets(rows):
+                self._follow(span.seconds, self.target.seconds(rows), plain)
+                self._plain_runs += span.tokens == 1
+                if not plain:
+                    self.target.correct(rows, span.seconds / self.factor)
             self._since_plain = 0 if span.tokens == 1 else self._since_plain + 1
 
-    def _follow(self, ratio: float) -> None:
-        """Have the machine's factor follow a round."""
-        self.factor *= min(max(ratio, 1.0 / MOST_RATIO), MOST_RATIO) ** FACTOR_PACE
+    def _follow(self, seconds: float, at_load: float, plain: bool) -> None:
+        """Have the machine's factor follow a run."""
+        self._ratios.extend([seconds / max(at_load, 1e-12)] * (2 if plain else 1))
+        self.factor = median(self._ratios)
 
     @property
     def plain_due(self) -> bool:
         """True if a plain round should be timed again: all prices are compared with it."""
-        return self.target.seen(self._rows(1)) < PLAIN_ROUNDS or self._since_plain >= PLAIN_EVERY
+        return self._plain_runs < PLAIN_ROUNDS or self._since_plain >= PLAIN_EVERY
 
     def _between(self, spans: list[Span], kind: RunKind, sessions: int) -> None:
         """Learn the host's part of a run."""
@@ -356,6 +432,11 @@ class MeasuredCosts:
             gap = max(min(span.start for span in spans) - self._ended, 0.0)
             self.hosts.setdefault((kind, sessions.bit_length()), Recent()).add(gap / self.factor)
         self._ended = max(span.end for span in spans)
+
+
+def _first_gap(kind: RunKind, sessions: int) -> float:
+    """Return the host's part of a kind of run, before one was timed: a plan is made for each session."""
+    return 0.0 if kind == "plain" else PLANNING_SECONDS * sessions
 
 
 def _kind_of(orders: Mapping[int, Orders], drafted: bool) -> RunKind:

@@ -280,9 +280,11 @@ class Experience:
         `waited`: seconds of rounds that ran without this session.
         """
         spans = [span for span in (reports.drafting, reports.verifying) if span is not None]
-        seconds = max(span.end for span in spans) - min(span.start for span in spans) if spans else 0.0
-        if orders.verify is not None:
-            seconds += self.costs.host
+        if self.costs.last_run is not None:
+            seconds = self.costs.last_run
+        else:
+            seconds = max(span.end for span in spans) - min(span.start for span in spans) if spans else 0.0
+            seconds += self.costs.host if orders.verify is not None else 0.0
         seconds += waited
         self._credit += PROBING * (IN_BATCH if batch_size > 1 else 1.0) * seconds / batch_size
         return seconds

@@ -183,6 +183,7 @@ class Loop:
 
     def _ordered_round(self) -> list[Session]:
         """Run one round of what the methods order; returns the sessions that took part."""
+        self._plain.launched = frozenset()
         for member in self._live.values():
             member.renew()
         self._grant_lanes()
@@ -257,7 +258,7 @@ class Loop:
                 self._deliver(member, Orders(), Reports(error=error, verifying=span))
             elif (token := reports.tokens.get(session.number)) is not None:
                 took_part.append(session)
-                session.now = now
+                session.now, session.launched = now, session.number in reports.launched
                 self._take_token(member, token, reports.logprobs.get(session.number), span)
         for number, orders in prefills.items():
             member = self._live[number]
@@ -398,6 +399,7 @@ class Loop:
         """
         session, emitted = member.session, member.session.stats.emitted
         session.now = self.executor.now()
+        session.launched = session.number in self._plain.launched
         session.stats.note_prompt(session.number, reports)
         if self.trace:
             self.trace.record(session.number, orders, reports)

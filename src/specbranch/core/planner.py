@@ -22,7 +22,7 @@ from specbranch.core.market import ONCE, LaneGrant, LaneOffer, RowGrant, RowOffe
 from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, likeliest_nodes
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import NOT_SCORED, GrowingTree, Growth, Tree, look_class, match_class
+from specbranch.core.trees import NO_TREE, NOT_SCORED, GrowingTree, Growth, Tree, look_class, match_class
 
 # Share of a draft step's price, split among the sessions that share the step. It bounds what a node is worth that the
 # draft computes during a verify: the draft could compute that node later, too.
@@ -159,6 +159,18 @@ class Planner:
         """Return the length of the match that lookup finds after the text and `behind`, and the tokens behind it."""
         return self._ngrams.find(LOOKED, behind) if self._ngrams else (0, ())
 
+    def lookup_pays(self, words: int, tokens: tuple[int, ...]) -> bool:
+        """True if verifying looked-up tokens brings more than a plain round, the host's part of both included."""
+        if not tokens:
+            return False
+        growing = GrowingTree(NO_TREE)
+        growing.graft(tokens, words, self.learning.chances)
+        plain, promised, best = self.target_seconds(1), 0.0, 0.0
+        for rows, node in enumerate(growing.tree().nodes[: self._most_rows - 1], 2):
+            promised += node.reach
+            best = max(best, promised - self.rate * (self.target_seconds(rows) - plain))
+        return best > max(self.rate * (self.costs.gap("lookup") - self.costs.gap("plain")), 0.0)
+
     def chance_of_lookup(self, words: int, tokens: tuple[int, ...]) -> float:
         """Return the probability that the first of some looked-up tokens is right, if the draft has not scored it."""
         return self.learning.chances.looked[look_class(match_class(words), NOT_SCORED)] if tokens else 0.0
@@ -189,8 +201,8 @@ class Planner:
     def _next_after(self, tree: Tree, uncomputed: int, behind: tuple[int, ...]) -> Following:
         """Return what the next round does first once a verdict adds the tokens `behind`.
 
-        Looked-up tokens (perhaps none): the next round verifies these. "draft": drafting pays first. None: unknown,
-        because the draft has computed this node already, so the tree goes on from it.
+        Looked-up tokens: the next round verifies these. "draft": drafting pays first. None: something else, because the
+        draft has computed this node already, so the tree goes on from it, or because plain decoding follows.
         """
         node: int | None = ROOT
         for token in behind:
@@ -200,7 +212,9 @@ class Planner:
         words, tokens = self.look_up(behind)
         chance = self.chance_of_lookup(words, tokens)
         offer = self.first_offer(1.0 - chance, uncomputed + len(behind)) if self.knows_draft else None
-        return "draft" if offer is not None and pays_alone(offer) else tokens
+        if offer is not None and pays_alone(offer):
+            return "draft"
+        return tokens if self.lookup_pays(words, tokens) else None
 
     def lane_offer(self, tree: Tree, uncomputed: int) -> LaneOffer | None:
         """Offer to draft before the verify; None: there is nothing to offer.

@@ -19,6 +19,7 @@ from specbranch.core.loop import Executor
 from specbranch.core.orders import Context, Draft, Grow, Orders, Plan, Reports, Verify
 from specbranch.core.planner import PLANNED_ROWS
 from specbranch.core.request import Request
+from specbranch.core.runner import TimesForwards
 from specbranch.core.sending import Sending
 from specbranch.core.trees import NO_TREE, Growth
 from specbranch.errors import SpecBranchError
@@ -74,6 +75,15 @@ def rehearse(
         pass
     finally:
         executor.free(NUMBER)
+
+
+def take_table(costs: MeasuredCosts, table: TimesForwards) -> None:
+    """Set the seconds of target forwards that were timed on the device; more rows never take less."""
+    times = {rows: seconds for rows in REHEARSED_ROWS if (seconds := table.forward_seconds(rows)) is not None}
+    least = math.inf
+    for rows, seconds in sorted(times.items(), reverse=True):
+        least = min(least, seconds)
+        costs.target.set(rows, least)
 
 
 def _warm_up(executor: Executor, orders: Orders, on: Context) -> None:

@@ -59,6 +59,7 @@ class Session:
         self.on_round: RoundWatcher | None = None
         self.batch_size = 1  # live sessions, itself included
         self.now = 0.0  # when its last round ended, on the executor's clock
+        self.launched = False  # a device computes its next token already
         self.waited = 0.0  # seconds of rounds that ran without it; see `take_waited`
         self.state: State | None = request.constraint.start() if request.constraint else None  # of its grammar
         self._watch = watch
@@ -104,9 +105,9 @@ class Session:
             Verify(self._context("target"), pending.tokens, None, pending.q, follows=self._unless_ended(follows))
         )
 
-    def verify_plainly(self) -> Verify:
+    def verify_plainly(self, goes_on: bool = True) -> Verify:
         """Order the next token; `goes_on` says that one more will follow, `ends` that none will."""
-        goes_on = self.room > 1 and self.state is None  # the mask of the next token is not known yet
+        goes_on = goes_on and self.room > 1 and self.state is None  # a grammar's next mask is not known yet
         return self._constrained(Verify(self._context("target"), goes_on=goes_on, ends=self.room <= 1))
 
     def verify_tree(self, tree: Tree, aside: Aside | None = None, follows: Follows | None = None) -> Verify:

@@ -44,6 +44,9 @@ def _decode(session: Session, planner: Planner, ways: WayChoice, deferred: Defer
     while not session.finished:
         batch_size, last_end, emitted = session.batch_size, session.now, session.stats.emitted
         way = ways.choose(len(session.tokens), batch_size, tree, session.unsent, session.room)
+        goes_on = way == "plain"
+        if session.launched and batch_size == 1:  # its next token is being computed; a plan comes behind it
+            way = "plain"
         if way == "plain" and tree is not NO_TREE:
             deferred.add(session.stats.abandon_tree, tree)  # a plain round keeps no tree
             tree = NO_TREE
@@ -51,7 +54,7 @@ def _decode(session: Session, planner: Planner, ways: WayChoice, deferred: Defer
             yield from _plain_rounds_in_batch(session, ways, planner, deferred)
             continue
         if way == "plain":
-            tree, planned = yield from _plain_round(session, planner, ways.looked_up, deferred)
+            tree, planned = yield from _plain_round(session, planner, ways.looked_up, deferred, goes_on)
         else:
             tree, planned = yield from _planned_round(session, planner, tree, deferred)
         tokens, seconds = session.stats.emitted - emitted, session.now - last_end
@@ -112,10 +115,11 @@ def _verify_orders(
     return Orders(draft=draft, verify=verify, deferred=deferred, planned=planned)
 
 
-def _plain_round(session: Session, planner: Planner, looked_up: LookedUp | None, deferred: Deferred) -> TreeRound:
-    """Decode one token of the target, without a plan."""
-    follows = planner.launch_ahead(NO_TREE, session.unsent) if session.batch_size == 1 else None
-    verify = session.verify_tree(NO_TREE, follows=follows) if follows else session.verify_plainly()
+def _plain_round(
+    session: Session, planner: Planner, looked_up: LookedUp | None, deferred: Deferred, goes_on: bool
+) -> TreeRound:
+    """Decode one token of the target, without a plan; `goes_on`: a device may launch one more behind it."""
+    verify = session.verify_plainly(goes_on)
     planned = ArmRound(NO_TREE, [], session.batch_size, len(session.tokens), session.batch_size)
     orders = Orders(verify=verify, deferred=deferred, planned=planned)
     deferred.add(planner.learning.expect, planned)

@@ -81,11 +81,11 @@ class WayChoice:
             return False
         if costs.plain_due:
             return True
-        chance = planner.chance_of_lookup(words, tokens)
-        if chance > planner.rate * (planner.target_seconds(2) - planner.target_seconds(1)):
+        if planner.lookup_pays(words, tokens):
             return False
         if not planner.can_draft:
             return True
+        chance = planner.chance_of_lookup(words, tokens)
         if pays_alone(planner.first_offer(1.0 - chance, uncomputed)):
             return False
         return not self._experience.has_credit(planner.probe_seconds(uncomputed))

@@ -131,6 +131,8 @@ class AnswerEvents:
         self._heard[index] = now
         if chunk.pieces and (new := self._form.news(index, chunk.pieces)) is not None:
             self._waiting.append(self._part(index, new))
+        if chunk.rest:
+            self._waiting.append(self._part(index, New(chunk.rest)))
         if chunk.output is not None:
             self._answering.finish(index, chunk.output)
             self._running.discard(index)

@@ -29,8 +29,9 @@ class Witness:
 
 
 def pieces(chunk: Chunk) -> list[list[str]]:
-    """Return the tokens of a chunk as text, each with its origin."""
-    return [[piece.text, piece.origin] for piece in chunk.pieces]
+    """Return the tokens of a chunk as text, each with its origin; then text that earlier tokens held back."""
+    rest = [[chunk.rest, chunk.output.pieces[-1].origin]] if chunk.output and chunk.rest else []
+    return [[piece.text, piece.origin] for piece in chunk.pieces] + rest
 
 
 def finished(output: Output | None) -> LiveEvent | None:

@@ -46,7 +46,7 @@ def recorded(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def job(settings: tuple[Setting, ...] = SETTINGS, temperature: float = 0.0, repeats: int = 1) -> PairRuns:
-    return PairRuns((CODE, TALK), (Workload(temperature=temperature, max_tokens=24),), settings, repeats)
+    return PairRuns((CODE, TALK), (Workload(temperature=temperature, max_tokens=12),), settings, repeats)
 
 
 def nothing(what: str, done: int, of: int) -> None:
@@ -57,7 +57,7 @@ def nothing(what: str, done: int, of: int) -> None:
 def test_replays_count_what_live_runs_on_the_same_clock_count(
     recorded: RecordedPair, pair: tuple[str, str], temperature: float
 ) -> None:
-    workload = Workload(temperature=temperature, max_tokens=24)
+    workload = Workload(temperature=temperature, max_tokens=10)
     with LLM(*pair, options={"clock": "c5", "prefix_cache": False}) as live:
         for setting in SETTINGS:
             assert setting.config is not None and C5.profile is not None
@@ -258,6 +258,7 @@ def test_a_sample_of_replays_repeated_with_both_models_agrees(recorded: Recorded
     assert (agreement.runs, agreement.same_text, agreement.counted, agreement.same_counts) == (6, 6, 4, 4)
 
 
+@pytest.mark.slow
 def test_two_settings_of_a_planned_method_learn_apart(recorded: RecordedPair, tmp_path: Path) -> None:
     both = (default_setting("specbranch", {"without": ["lookup"]}), default_setting("specbranch"))
     found = []

@@ -137,7 +137,7 @@ def test_a_search_repeats_itself(method: str, fresh: RecordedPair) -> None:
     assert Tuner(fresh, goal()).search(method) == first
 
 
-@pytest.mark.parametrize("clock", [CHEAP, DEAR], ids=lambda clock: clock.name)
+@pytest.mark.parametrize("clock", tiered((CHEAP, DEAR), DEAR.__eq__), ids=lambda clock: clock.name)
 @pytest.mark.parametrize("method", tiered(("tree", "specbranch"), "specbranch".__eq__))
 def test_a_method_that_plans_by_itself_is_replayed_by_the_clock_with_one_experience_for_all(
     method: str, clock: Clock, fresh: RecordedPair
@@ -187,6 +187,7 @@ def test_a_damaged_file_counts_as_none(fresh: RecordedPair) -> None:
     assert len(json.loads(file.read_text())["trials"]) == len(first.trials)
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(
     fresh: RecordedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

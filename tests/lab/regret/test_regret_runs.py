@@ -29,6 +29,7 @@ def seconds(case: Case, name: str) -> float:
     return run(make_scripts(case), contender(name, ARMS[name])).seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at_once", "overlap"),
     [

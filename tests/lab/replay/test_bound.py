@@ -81,7 +81,7 @@ def test_a_step_up_in_what_rows_cost_is_gone_around_by_rounds_of_different_sizes
 @pytest.mark.parametrize("method", ["speculative", "tree", "specbranch", "lookup", "pearl"])
 @pytest.mark.parametrize("at_once", [1, 8])
 def test_no_method_exceeds_it(costs: CostProfile, method: str, at_once: int, draft: ReplayedModel) -> None:
-    records = [record_of(case) for case in CASES if case.temperature == 0.0][:4] * 2
+    records = [record_of(case) for case in CASES if case.temperature == 0.0][:3] * 2
     several = SeveralRecords(records, draft)
     plain, ours = (
         several.decode(SpeculativeConfig(method=name), costs, at_once, Experience(costs)).tokens_per_second

@@ -71,7 +71,7 @@ def test_what_plans_by_itself_and_nothing_else_depends_on_the_profile() -> None:
 
 @pytest.mark.parametrize("method", tiered(NOTED, NOTED[::3].__contains__))
 def test_rounds_are_priced_as_a_replay_is(method: str, draft: ReplayedModel, target: ReplayedModel) -> None:
-    profiles = [PROFILE, TURNS, FAR, load_profile("c10"), load_profile("h200-1b-8b")]
+    profiles = [PROFILE, TURNS, FAR, load_profile("h200-1b-8b")]
     seen = set()
     for case in CASES:
         for length in (2, 7):

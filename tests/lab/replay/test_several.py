@@ -51,6 +51,7 @@ def test_together_they_take_less_time_than_one_after_another(draft: ReplayedMode
     assert together < 0.4 * alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [4, 16])
 def test_where_no_row_pays_asking_the_draft_costs_next_to_nothing(at_once: int, draft: ReplayedModel) -> None:
     costs = CostProfile(target=((1, 0.010), (64, 0.640)), draft=((1, 0.002),), host=0.001, overlap=False)

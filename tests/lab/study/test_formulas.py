@@ -85,6 +85,7 @@ def test_predicted_latency_is_within_ten_percent_of_what_the_real_method_is_char
     assert abs(compare(case, tokens=1200).off) < 0.10
 
 
+@pytest.mark.slow
 def test_the_comparison_would_notice_a_wrong_model() -> None:
     """A control: the theorem, and the model with another α, of another method or without its correction token, are
     all refused."""

@@ -30,6 +30,7 @@ from specbranch.lab.study.strategies import (
     rates_of,
 )
 from specbranch.lab.study.toy_runs import plain_ratio
+from tiers import each_value
 
 WEAK, STRONG = STUDY_PAIRS["weak"], STUDY_PAIRS["strong"]
 # One H200, measured: seconds in ms.
@@ -129,6 +130,7 @@ def _rest(shape: TreeShape) -> tuple[int, int]:
     ],
     ids=str,
 )
+@each_value
 @pytest.mark.parametrize("profile", [LARGE_DRAFT, plain_ratio(10)], ids=["1B & 8B", "c10"])
 def test_the_computed_speed_is_that_of_a_simulation_with_dice(setting: Strategy, profile: CostProfile) -> None:
     computed = evaluate(PaddedCosts(profile), WEAK, setting).speedup
@@ -163,6 +165,7 @@ REFERENCE: dict[tuple[str, StrategyName], tuple[float, float]] = {
 }
 
 
+@each_value
 @pytest.mark.parametrize(("costs", "strategy"), REFERENCE, ids=str)
 def test_the_map_is_within_five_percent_of_the_first_simulation(costs: str, strategy: StrategyName) -> None:
     for rates, speedup in zip((WEAK, STRONG), REFERENCE[costs, strategy], strict=True):

@@ -168,7 +168,7 @@ def test_the_text_of_a_modelled_clock_says_so() -> None:
     assert "(measured)" in draw_text(made.rounds, stats, Style(200))
 
 
-@pytest.mark.parametrize("method", tiered(METHODS, ("pearl", "specbranch", "lookahead").__contains__))
+@pytest.mark.parametrize("method", tiered(METHODS, ("pearl", "specbranch").__contains__))
 def test_the_picture_is_whole_and_stays_within_its_frame_however_long_the_request(method: str) -> None:
     made = run(method, ending=Ending("very long", max_tokens=300))
     drawn = draw_svg(made.rounds, "a <title> & more", "below")

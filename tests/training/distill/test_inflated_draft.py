@@ -28,7 +28,7 @@ from tiers import tiered
 from tiny_models import GREEDY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WRITING = ["--device", "cpu", "--writing-rows", "32", "--writing-length", "96", "--tokens", "3000"]
+WRITING = ["--device", "cpu", "--writing-rows", "32", "--writing-length", "96", "--tokens", "1000"]
 TRAINING = ["--layers", "1", "--rows", "4", "--length", "128", "--steps", "10"]
 GROWN = [
     "--hidden",

@@ -47,7 +47,7 @@ OPTIONS = [
     "--length",
     "128",
     "--tokens",
-    "3000",
+    "1000",
 ]
 PROMPT = "A branch is a guess"
 needs_kernel = pytest.mark.skipif(load_kernel("int8") is None, reason="no compiled kernels on this machine")
@@ -66,7 +66,7 @@ def drafts(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> d
         layers = [] if "--layers" in more else ["--layers", "1"]
         assert (
             run(
-                ["distill", "--target", pair[0], "--out", str(folder / name), *layers, *OPTIONS, "--steps", "20", *more]
+                ["distill", "--target", pair[0], "--out", str(folder / name), *layers, *OPTIONS, "--steps", "10", *more]
             )
             == 0
         )

@@ -32,11 +32,10 @@ from specbranch.training.distill.train import (
     METRICS,
     PICTURE,
     Trained,
-    TrainSettings,
     frequent_tokens,
-    learning_rate,
     train,
 )
+from specbranch.training.distill.train_settings import TrainSettings, learning_rate
 from tiny_models import SHAPE, saved, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -237,6 +236,7 @@ def test_out_of_memory_halves_the_rows_of_a_comparison_too(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fitting", "words"), [(2, "listening to 2 rows"), (0, "asked at every step")])
 def test_out_of_memory_while_listening_takes_fewer_rows_or_does_without(
     fitting: int,
@@ -261,6 +261,7 @@ def test_out_of_memory_while_listening_takes_fewer_rows_or_does_without(
         assert torch.allclose(tensor, whole.student.state_dict()[name], atol=2e-4), name
 
 
+@pytest.mark.slow
 def test_a_resumed_run_remembers_only_where_there_is_still_room(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

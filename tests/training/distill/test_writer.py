@@ -158,7 +158,7 @@ def test_material_is_what_the_rows_fed_conversation_by_conversation(
 
 
 def test_every_conversation_is_opening_question_turn_and_answer(target: WritingTarget, tokenizer: Tokenizer) -> None:
-    wanted = settings(tokens=4000)
+    wanted = settings(tokens=2000)
     script = Script.of(tokenizer, target.arch, wanted)
     material = write(target, tokenizer, wanted)
     questions, ends = [], set(script.answer_ends)

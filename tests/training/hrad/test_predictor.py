@@ -210,7 +210,7 @@ def test_a_target_with_too_few_layers_or_another_width_is_reported(pair: tuple[s
 def test_with_signals_the_text_is_that_of_plain_decoding(
     executor: str, temperature: float, folder: Path, pair: tuple[str, str]
 ) -> None:
-    params = {"max_tokens": 60, "temperature": temperature, "seed": 4, "ignore_eos": True}
+    params = {"max_tokens": 40, "temperature": temperature, "seed": 4, "ignore_eos": True}
     config = {"policy": "paper", "num_speculative_tokens": 5, "stop_below": 0.1, "max_branches": 8}
     options = {"context_length": 256, "predictor": str(folder)}
     small: Any = {"device": "cpu", "dtype": "float64", "options": options}
@@ -255,6 +255,7 @@ def test_a_stream_keeps_its_signals_while_another_method_decodes_and_that_one_pa
     assert last.output.stats["rollback"] == alone.stats["rollback"]
 
 
+@pytest.mark.slow
 def test_transformers_targets_foretell_too(tmp_path: Path) -> None:
     target = make_gpt2(tmp_path / "gpt2")
     folder = made(target, target, tmp_path / "predictor")

@@ -124,6 +124,7 @@ def test_a_kind_of_text_that_was_never_seen_costs_what_it_has_of_its_own() -> No
     assert all(one["nats_unseen"] > one["nats"] + 0.1 for one in found.values()), found
 
 
+@pytest.mark.slow
 def test_any_number_of_steps_can_be_made() -> None:
     rounds = planted()
     few = dealt(rounds.where(torch.arange(len(rounds)) % 10 == 0))

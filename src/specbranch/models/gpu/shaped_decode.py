@@ -32,32 +32,36 @@ Pick = Callable[[Tensor, Tensor], Tensor]  # from logits and the section of samp
 
 
 class Penalties:
-    """Tokens that occurred in the texts of some rows, and what that costs them."""
+    """Tokens that occurred in the texts of some rows, and what that costs them.
+
+    The tables hold what is subtracted from a logit, and by what it is scaled. A step changes one entry of each row, so
+    that applying them takes one operation or two.
+    """
 
     def __init__(self, rows: DecodeRows, width: int, transfer: Transfer) -> None:
         """Count the tokens of new rows; those of the step before bring their counts along."""
         self.at = [at for at, row in enumerate(rows.rows) if is_penalised(row.request.params)]
+        self._all = len(self.at) == len(rows)
+        scales = any(rows.rows[at].request.params.repetition_penalty != 1.0 for at in self.at)
         sent = transfer.up({**self._numbers(rows), **self._texts(rows, width)})  # one copy, which waits for nothing
-        self._rows, self._own = sent["rows"].clone(), sent["own"].clone()
-        self._repetition = sent["repetition"].clone()
+        self._rows, self._repetition = sent["rows"].clone(), sent["repetition"].clone()
         self._frequency, self._presence = sent["frequency"].clone(), sent["presence"].clone()
         shape, device = (len(self.at), width), transfer.device
         self._answered = torch.zeros(shape, dtype=torch.int32, device=device)  # how often a token is in the answer
-        self._seen = torch.zeros(shape, dtype=torch.bool, device=device)  # in prompt or answer
+        self._less = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._scale = torch.ones(shape, dtype=torch.float32, device=device) if scales else None
+        self._one = torch.ones((len(self.at), 1), dtype=torch.int32, device=device)
         for own, at in enumerate(self.at):
             source = rows.sources[at]
             if isinstance(source, int):
                 self._take(own, rows.before, source)
             else:
-                said, answered = sent[f"text {own}"], sent[f"answer {own}"]
-                self._seen[own].index_fill_(0, said, True)
-                self._answered[own].index_add_(0, answered, torch.ones_like(answered, dtype=torch.int32))
+                self._count_text(own, sent[f"text {own}"], sent[f"answer {own}"])
 
     def _numbers(self, rows: DecodeRows) -> dict[str, np.ndarray]:
         params = [rows.rows[at].request.params for at in self.at]
         return {
             "rows": np.array(self.at),
-            "own": np.arange(len(self.at)),
             "repetition": np.array([[p.repetition_penalty] for p in params], dtype=np.float32),
             "frequency": np.array([[p.frequency_penalty] for p in params]),
             "presence": np.array([[p.presence_penalty] for p in params]),
@@ -73,26 +77,42 @@ class Penalties:
                 found[f"answer {own}"] = np.array([t for t in source[length:] if t < width], dtype=np.int64)
         return found
 
+    def _count_text(self, own: int, text: Tensor, answer: Tensor) -> None:
+        """Count the tokens of a new row."""
+        counts = self._answered[own]
+        counts.index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
+        less = (self._frequency[own] * counts + self._presence[own]).float()
+        self._less[own] = torch.where(counts > 0, less, self._less[own])
+        if self._scale is not None:
+            self._scale[own].index_copy_(0, text, self._repetition[own].expand(len(text)))
+
     def _take(self, own: int, before: DecodeRows | None, row: int) -> None:
         """Take the counts of a row of the step before."""
         assert before is not None and isinstance(before.shaping, Shaping) and before.shaping.penalties is not None
         there = before.shaping.penalties
         at = there.at.index(row)
-        self._answered[own], self._seen[own] = there._answered[at], there._seen[at]
+        self._answered[own], self._less[own] = there._answered[at], there._less[at]
+        if self._scale is not None and there._scale is not None:
+            self._scale[own] = there._scale[at]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return logits with the penalties, in float32; they may be the given ones, changed."""
-        some = logits[self._rows]
-        less = (self._frequency * self._answered + self._presence).float()
-        some = torch.where(self._seen, torch.where(some < 0, some * self._repetition, some / self._repetition), some)
-        logits[self._rows] = torch.where(self._answered > 0, some - less, some)
-        return logits
+        """Return logits with the penalties, in float32; the given ones stay as they are."""
+        some = logits if self._all else logits[self._rows]
+        if self._scale is not None:
+            some = torch.where(some < 0, some * self._scale, some / self._scale)
+        some = some - self._less
+        return some if self._all else logits.index_copy(0, self._rows, some)
 
     def count(self, tokens: Tensor) -> None:
-        """Add the tokens that all rows of the step have sampled."""
-        own = tokens[self._rows]
-        self._answered[self._own, own] += 1
-        self._seen[self._own, own] = True
+        """Add the tokens that all rows of the step have sampled.
+
+        No number of the host is written here by index: torch would copy it up, and wait for the device first.
+        """
+        own = tokens[self._rows][:, None]
+        self._answered.scatter_add_(1, own, self._one)
+        self._less.scatter_(1, own, (self._frequency * self._answered.gather(1, own) + self._presence).float())
+        if self._scale is not None:
+            self._scale.scatter_(1, own, self._repetition)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +138,7 @@ class ShapedSampler:
         asked = {**shaping.asked, **self._forbidden(rows, shaping)}
         edited = sample.edited(logits, asked)
         if shaping.penalties is not None:
-            edited = shaping.penalties.apply(edited if edited is not logits else logits.clone())
+            edited = shaping.penalties.apply(edited)
         tokens = self._pick(sample.uncut(edited, asked), choosing)
         if shaping.penalties is not None:
             shaping.penalties.count(tokens)

@@ -27,7 +27,8 @@ from specbranch.training.distill.draft_saving import DraftWeights, refuse_other_
 from specbranch.training.distill.material import Material, joined, material_files, material_in
 from specbranch.training.distill.model import TrainedLayer, check_layers, spread_layers
 from specbranch.training.distill.run_folder import RunFolder
-from specbranch.training.distill.train import Trained, TrainSettings, train
+from specbranch.training.distill.train import Trained, train
+from specbranch.training.distill.train_settings import TrainSettings
 from specbranch.training.distill.writer import WritingTarget, load_target, write
 from specbranch.training.distill.writer_settings import WriterSettings
 from specbranch.training.making.writing import Fetch, WritingJob

@@ -101,6 +101,7 @@ def test_the_models_own_generation_settings_are_not_used(
         assert Transformers(other).answer("hf-generate", record)[0] == record.tokens
 
 
+@pytest.mark.slow
 def test_drawing_repeats_with_its_seed_and_leaves_other_noise_alone(
     recorded: RecordedPair, outside: Transformers
 ) -> None:
