@@ -114,6 +114,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}, "guided_json": {}}, "both given"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "both given"),
     ({"json_schema": {"enum": ["x" * 300_000]}}, "characters"),
+    ({"regex": "a\ud800"}, "regex"),
+    ({"json_schema": {"const": "\ud800"}}, "json_schema"),
+    ({"choice": ["\udfff"]}, "choice"),
+    ({"json_schema": {"type": "string", "maxLength": 10**40}}, "json_schema"),
+    ({"response_format": {"type": "json_object", "schema": False}}, "json_schema"),
+    ({"structured_outputs": {"choice": 3}}, "choice"),
+    ({"structured_outputs": {"json": True}}, "json_schema"),
+    ({"structured_outputs": {"regex": ["a"]}}, "regex"),
 ]
 
 

@@ -84,7 +84,7 @@ class Parser(Protocol):
 class State:
     """The grammar after some tokens of an answer."""
 
-    __slots__ = ("_accepts", "_allowed", "_answer", "_children", "_known", "depth", "ended", "parent", "token")
+    __slots__ = ("_allowed", "_answer", "_children", "_known", "_over", "depth", "ended", "parent", "token")
 
     def __init__(self, answer: Parsing, parent: State | None, token: int, ended: bool = False) -> None:
         self.parent, self.token, self.ended = parent, token, ended
@@ -93,27 +93,24 @@ class State:
         self._children: dict[int, State | None] = {}
         self._known = ended  # an end token was chosen: nothing is asked behind it
         self._allowed: Mask | None = None
-        self._accepts = ended
+        self._over = ended
 
     @property
     def allowed(self) -> Mask | None:
         """The tokens that may follow; None behind an end token, where nothing counts any more."""
-        if not self._known:
-            self._allowed, self._accepts = self._answer.look(self)
-            self._known = True
+        self._look()
         return self._allowed
 
     def check(self) -> None:
         """Raise if nothing may follow, and the answer may not end here either."""
-        allowed = self.allowed
-        if allowed is not None and not any(allowed.bits):
+        if self.allowed is not None and _is_empty(self.allowed.bits):
             raise BadParameter(DEAD_END)
 
     @property
     def is_over(self) -> bool:
         """True if nothing may follow but an end token."""
-        allowed = self.allowed
-        return self._accepts and (allowed is None or self._answer.ends.issuperset(allowed))
+        self._look()
+        return self._over
 
     @property
     def forced(self) -> int | None:
@@ -126,6 +123,12 @@ class State:
         if token not in self._children:
             self._children[token] = self._next(token)
         return self._children[token]
+
+    def _look(self) -> None:
+        """Compute what may follow, once."""
+        if not self._known:
+            self._allowed, self._over = self._answer.look(self)
+            self._known = True
 
     def _next(self, token: int) -> State | None:
         allowed = self.allowed
@@ -188,21 +191,23 @@ class Parsing:
         self.start = self._at = State(self, None, ROOT)
 
     def look(self, state: State) -> tuple[Mask | None, bool]:
-        """Return what may follow in a state, and if the grammar accepts; end tokens may follow if it does.
+        """Return what may follow in a state, and True if that is nothing but an end token.
 
-        The mask of a dead end is empty; there the answer fails, if the target goes there.
+        End tokens may follow if the grammar accepts. The mask of a dead end is empty; there the answer fails, if the
+        target goes there.
         """
         self.move(state)
-        bits, accepts = bytearray(self._parser.mask()), self._parser.accepts()
-        if accepts and self.ends:
-            bits.extend(bytes(max(max(self.ends) // 8 + 1 - len(bits), 0)))
+        bits = bytearray(self._parser.mask())
+        bits.extend(bytes(max(max(self.ends, default=0) // 8 + 1 - len(bits), 0)))
         for token in self.ends:
-            if accepts:
-                bits[token // 8] |= 1 << token % 8
-            elif token // 8 < len(bits):
-                bits[token // 8] &= ~(1 << token % 8) & 255
+            bits[token // 8] &= ~(1 << token % 8) & 255
+        if not self._parser.accepts():
+            return Mask(bytes(bits)), False
+        over = _is_empty(bits)
+        for token in self.ends:
+            bits[token // 8] |= 1 << token % 8
         # without an end token the answer ends here all the same
-        return None if accepts and not any(bits) else Mask(bytes(bits)), accepts
+        return Mask(bytes(bits)) if self.ends or not over else None, over
 
     def move(self, to: State) -> None:
         """Bring the parser from one state to another, by their common ancestor."""
@@ -228,6 +233,10 @@ class Parsing:
         """Move to a state that will have no parent: the answer goes on from there."""
         self.move(state)
         self.start = state
+
+
+def _is_empty(bits: bytes | bytearray) -> bool:
+    return bits.count(0) == len(bits)
 
 
 def allowed_in_tree(state: State, tokens: Sequence[int], parents: Sequence[int] | None) -> tuple[Allowed | None, ...]:
