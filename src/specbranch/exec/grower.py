@@ -48,8 +48,8 @@ class _GrowingOrder:
     def open_nodes(self) -> list[tuple[int, float]]:
         """Return the nodes that may be computed next, with their gains, best first."""
         found = self.growing.open_nodes(self.growth)
-        if self.order.state is not None:  # nothing can follow where the grammar is over
-            found = [(n, gain) for n, gain in found if (state := self._state(n)) is not None and not state.is_over]
+        if self.order.state is not None:  # nothing follows an end token
+            found = [(n, gain) for n, gain in found if (state := self._state(n)) is not None and not state.ended]
         return found[: self.worker.slots(self.session).room]
 
     def feed(self, numbers: list[int]) -> Feed:
