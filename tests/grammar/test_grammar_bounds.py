@@ -12,11 +12,12 @@ import pytest
 
 from small_tokenizers import byte_level, save
 from specbranch.config import SamplingParams
-from specbranch.core.grammar import Mask
+from specbranch.core.grammar import Constraint, Mask
 from specbranch.errors import BadParameter, MissingPackage, SpecBranchError
 from specbranch.extras import Extra
 from specbranch.grammar import compiler
 from specbranch.grammar.compiler import DEEPEST_SCHEMA, MOST_CHARACTERS, MOST_COMPILED, Grammars
+from specbranch.grammar.parser import GuidanceParser
 from specbranch.text.tokenizer import Tokenizer
 
 END = 2
@@ -194,6 +195,50 @@ def test_the_mask_of_a_state_does_not_depend_on_the_way_there(grammars: Grammars
             assert here is not None and there is not None
             assert set(here.allowed or ()) == set(there.allowed or ()), (text, depth)
             assert here.is_over == there.is_over
+
+
+class Fragile:
+    """A matcher that gives up behind two tokens 1 in a row, and stays so, as the library's does."""
+
+    def __init__(self) -> None:
+        self.tokens, self.failed = list[int](), False
+
+    def deep_copy(self) -> Fragile:
+        return Fragile()
+
+    def consume_token(self, token: int) -> bool:
+        self.tokens.append(token)
+        self.failed = self.failed or self.tokens[-2:] == [1, 1]
+        return not self.failed
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        return all(self.consume_token(token) for token in tokens)
+
+    def rollback(self, count: int) -> bool:
+        del self.tokens[-count:]
+        return not self.failed
+
+    def compute_bitmask(self) -> bytes:
+        self.failed = self.failed or self.tokens[-2:] == [3, 3]  # this one only when it is asked
+        return bytes([0b1111])
+
+    def is_error(self) -> bool:
+        return self.failed
+
+    def is_accepting(self) -> bool:
+        return False
+
+
+def test_where_the_library_gives_up_other_branches_go_on() -> None:
+    state = Constraint(lambda: GuidanceParser(Fragile(), (2,)), frozenset()).start()
+    assert list(state.allowed or ()) == [0, 1, 3]
+    for bad in ([0, 1, 1], [0, 3, 3]):
+        dead = state.walk(bad)
+        assert dead is not None and list(dead.allowed or ()) == [] and not dead.is_over
+        with pytest.raises(BadParameter, match="too complex"):
+            dead.check()
+        other = state.walk([0, 1, 3])
+        assert other is not None and list(other.allowed or ()) == [0, 1, 3]
 
 
 def test_a_tokenizer_that_the_library_does_not_know_is_refused(grammars: Grammars) -> None:

@@ -19,7 +19,7 @@ from specbranch.errors import BadParameter
 
 DEAD_END = (
     "No token of this model's vocabulary can continue the answer as its grammar wants. Loosen the grammar: a pattern, "
-    "or a text that is required, has characters that the tokenizer cannot write."
+    "or a text that is required, has characters that the tokenizer cannot write, or the grammar is too complex."
 )
 
 
@@ -212,10 +212,10 @@ class Parsing:
     def move(self, to: State) -> None:
         """Bring the parser from one state to another, by their common ancestor."""
         here, there, back = self._at, to, 0
-        tokens: list[int] = []
+        path: list[State] = []
         while here is not there:
             if there.depth >= here.depth:
-                tokens.append(there.token)
+                path.append(there)
                 assert there.parent is not None, "a state of the past"
                 there = there.parent
             else:
@@ -225,9 +225,9 @@ class Parsing:
         if back:
             self._parser.rollback(back)
             self._at = here
-        for token in reversed(tokens):
-            self._parser.consume(token)
-        self._at = to
+        for state in reversed(path):
+            self._parser.consume(state.token)
+            self._at = state
 
     def settle(self, state: State) -> None:
         """Move to a state that will have no parent: the answer goes on from there."""

@@ -10,47 +10,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specbranch.errors import BadParameter
-
 
 class GuidanceParser:
-    """Parses one answer by a copy of a compiled grammar."""
+    """Parses one answer by a copy of a compiled grammar.
+
+    Where the library gives up, because the grammar is too complex behind some tokens, nothing may follow them; other
+    branches of the draft tree are not concerned.
+    """
 
     def __init__(self, compiled: Any, end_tokens: Sequence[int]) -> None:
         """`compiled`: a matcher (`llguidance.LLMatcher`) that has consumed nothing; `end_tokens`: those it knows."""
         self._compiled, self._end_tokens = compiled, tuple(end_tokens)
         self._matcher = compiled.deep_copy()
         self._tokens: list[int] = []
+        self._failed = False  # a matcher that has failed once stays so
 
     def consume(self, token: int) -> None:
         """Go on behind a token that the mask has."""
-        if not self._matcher.consume_token(token):
-            reason = self._matcher.get_error().partition("\n")[0]
-            self._restart()
-            raise BadParameter(f"The grammar cannot be followed behind this answer ({reason}). Make it simpler.")
         self._tokens.append(token)
+        self._failed = self._failed or not self._matcher.consume_token(token)
 
     def rollback(self, count: int) -> None:
         """Forget the last `count` tokens."""
         del self._tokens[len(self._tokens) - count :]
-        if not self._matcher.rollback(count):
-            self._restart()
+        if self._failed or not self._matcher.rollback(count):
+            self._matcher = self._compiled.deep_copy()
+            self._failed = bool(self._tokens) and not self._matcher.consume_tokens(self._tokens)
 
     def mask(self) -> bytes:
-        """Return the packed bits of the tokens that may follow; none where the grammar is too complex to say."""
+        """Return the packed bits of the tokens that may follow."""
+        if self._failed:
+            return b""
         found = bytearray(self._matcher.compute_bitmask())
         if self._matcher.is_error():
-            self._restart()
-            return bytes(len(found))
+            self._failed = True
+            return b""
         for token in self._end_tokens:
             found[token // 8] &= ~(1 << token % 8) & 255
         return bytes(found)
 
     def accepts(self) -> bool:
         """True if the answer may end here."""
-        return bool(self._matcher.is_accepting())
-
-    def _restart(self) -> None:
-        """Make the matcher anew: once it has failed, it stays so."""
-        self._matcher = self._compiled.deep_copy()
-        self._matcher.consume_tokens(self._tokens)
+        return not self._failed and bool(self._matcher.is_accepting())
