@@ -2,13 +2,16 @@
 
 Owns the measurement and its bars; `measure_prefill.py` chooses and prints it. A round's time is the median gap between
 two tokens of a request, prompts left out. The device idles in gaps of more than 5 µs between two kernels of its
-timeline; shorter ones lie between the kernels of one graph, and are printed beside it.
+timeline; shorter ones lie between the kernels of one graph, and are printed beside it. Beside a request that needs the
+host in each round, rounds alternate, so there the mean counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import median
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from prefill_cases import Figure, Sizes
 from prefill_prompts import short_prompts
 
 from specbranch import SamplingParams
+from specbranch.answer import Answer
+from specbranch.config import SpeculativeConfig
 from specbranch.engine import LLMView
 from specbranch.lab.bench.recorded_pair import RecordedPair
 from specbranch.lab.bench.results import BASELINE
@@ -29,47 +34,82 @@ SAMPLINGS: dict[str, tuple[dict[str, Any], float]] = {  # parameters, and the le
     "top-p 0.9": ({"temperature": 0.8, "top_p": 0.9}, 0.95),
     "penalties and log-probabilities": ({"presence_penalty": 0.5, "logprobs": 5}, 0.95),
 }
+OTHERS: dict[str, tuple[SpeculativeConfig, dict[str, Any]]] = {  # requests that need the host in each round
+    "one under the ratio rule": (SpeculativeConfig(method=BASELINE, rule="ratio"), {"temperature": 0.8}),
+    "one with drafts": (SpeculativeConfig(method="speculative"), {}),
+}
+OTHERS_BAR = 0.97  # the least share of the rate without such a request
 
 
 def decode_figures(recorded: RecordedPair, sizes: Sizes) -> Iterator[Figure]:
-    """Measure tokens a second of plain decoding by batch size, and by sampling parameters in the largest batch."""
+    """Measure tokens a second of plain decoding by batch size; in the largest batch also by sampling parameters, and
+    beside a request that needs the host."""
     llm = recorded.llm.using(BASELINE)
     batches = [count for count in RATE_BARS if count <= sizes.at_once]
     for count in batches:
         prompts = short_prompts(recorded.llm.tokenizer, count)
-        greedy = _round_seconds(llm, prompts, sizes, {})
+        gaps = _gaps(_Batch(llm, prompts), sizes)
+        greedy = median(gaps)
         yield Figure("decode", f"{count} at once", count / greedy, "tokens/s", RATE_BARS[count], at_least=True)
-        idle, short = _idle(llm, prompts, sizes) if torch.cuda.is_available() else (None, 0.0)
+        idle, short = _idle(_Batch(llm, prompts), sizes) if torch.cuda.is_available() else (None, 0.0)
         note = "" if idle is None else f"a round takes {1000 * greedy:.2f} ms; {short:.1f} % in gaps within a graph"
         yield Figure("decode", f"{count} at once, the device idles", idle, "%", IDLE_BAR, note=note)
         if count == batches[-1]:
             for name, (params, bar) in SAMPLINGS.items():
-                share = greedy / _round_seconds(llm, prompts, sizes, params)
+                share = greedy / median(_gaps(_Batch(llm, prompts, params), sizes))
                 yield Figure("decode", f"{count} at once, {name}", share, "of greedy", bar, at_least=True)
+            for name, (config, params) in OTHERS.items() if count > 1 else ():
+                other = recorded.llm.using(speculative=config)
+                share = fmean(gaps) / fmean(_gaps(_Batch(llm, prompts, {}, other, params), sizes))
+                yield Figure("decode", f"{count} at once, {name}", share, "of all plain", OTHERS_BAR, at_least=True)
 
 
-def _round_seconds(llm: LLMView, prompts: Sequence[list[int]], sizes: Sizes, params: dict[str, Any]) -> float:
-    """Return the median seconds of a round in which all prompts decode."""
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Requests that decode plainly, the last one perhaps otherwise."""
+
+    llm: LLMView
+    prompts: Sequence[list[int]]
+    params: dict[str, Any] = field(default_factory=dict)
+    other: LLMView | None = None  # that decodes the last prompt
+    other_params: dict[str, Any] = field(default_factory=dict)
+
+    def answers(self, tokens: int) -> list[Answer]:
+        """Make the answers; that of `other` is the last."""
+        asked = [(self.llm, prompt, self.params) for prompt in self.prompts]
+        if self.other is not None:
+            asked[-1] = self.other, self.prompts[-1], self.other_params
+        return [
+            answer
+            for llm, prompt, params in asked
+            for answer in llm.core.make_samples(
+                prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=1, **params), llm.decoding
+            )
+        ]
+
+
+def _gaps(batch: _Batch, sizes: Sizes) -> list[float]:
+    """Return the seconds between two tokens of requests that decode plainly, while all requests decode."""
     gaps: list[float] = []
     for turn in range(1 + sizes.turns):  # the first turn warms up
-        arrivals = _answered(llm, prompts, SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, seed=1, **params))
+        arrivals = _answered(batch, sizes.tokens)
+        plain = arrivals if batch.other is None else arrivals[:-1]
         last_start = max(one.times[0] for one in arrivals)
         first_end = min(one.times[-1] for one in arrivals)
         if turn:
             gaps += [
                 later - earlier
-                for one in arrivals
-                for earlier, later in zip(one.times, one.times[1:], strict=False)
+                for one in plain
+                for earlier, later in pairwise(one.times)
                 if last_start <= earlier and later <= first_end
             ]
-    return median(gaps)
+    return gaps
 
 
-def _idle(llm: LLMView, prompts: Sequence[list[int]], sizes: Sizes) -> tuple[float, float]:
+def _idle(batch: _Batch, sizes: Sizes) -> tuple[float, float]:
     """Return the per cent of time between kernels while all prompts decode: in long gaps, and in short ones."""
-    params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, seed=1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-        _answered(llm, prompts, params)
+        _answered(batch, sizes.tokens)
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
     spans = sorted((e.time_range.start, e.time_range.end) for e in profiled.events() if e.device_type == on_device)
@@ -84,12 +124,12 @@ def _idle(llm: LLMView, prompts: Sequence[list[int]], sizes: Sizes) -> tuple[flo
     return 100.0 * long / (stop - begin), 100.0 * short / (stop - begin)
 
 
-def _answered(llm: LLMView, prompts: Sequence[list[int]], params: SamplingParams) -> list[Arrivals]:
-    answers = [answer for prompt in prompts for answer in llm.core.make_samples(prompt, params, llm.decoding)]
+def _answered(batch: _Batch, tokens: int) -> list[Arrivals]:
+    answers = batch.answers(tokens)
     arrivals = [Arrivals() for _ in answers]
     for answer, arrived in zip(answers, arrivals, strict=True):
         answer.session.on_round = arrived.note
-    for answer in llm.core.run_all(answers, len(answers)):
+    for answer in batch.llm.core.run_all(answers, len(answers)):
         if (error := answer.output().error) is not None:
             raise error
     return arrivals

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from paged_toys import PagedToyRunner
 from specbranch.core.orders import Context, Verify
-from specbranch.core.runner import Feed, PlainStep, Trial
+from specbranch.core.runner import Feed, PlainStep, Trial, Verdicts, VerifyWork
 from specbranch.core.slots import ROOT
 from specbranch.errors import CacheFull, SpecBranchError
 from specbranch.lab.toys.toys import ToyRunner
@@ -16,6 +16,7 @@ class DecodesAhead(ToyRunner):
     """Gives each sequence a token only in a step that it has a row in; the next step is launched with this one."""
 
     steps = 0  # that were read
+    verified = 0  # trials of other sequences whose rows went with a step
     _flight: dict[int, int]  # by sequence, the position of its row in the step that is launched
     _joining: dict[int, int]
 
@@ -28,15 +29,18 @@ class DecodesAhead(ToyRunner):
         request = self._requests[seq]
         return not request.by_ratio and request.params.logprobs is None and request.seed % 40 != 39
 
-    def fits(self, texts: Mapping[int, Sequence[int]]) -> bool:
+    def fits(self, texts: Mapping[int, Sequence[int]], verify: VerifyWork | None = None) -> bool:
         return True
 
     def join(self, seq: int, token: int) -> None:
         self._prepared()
         self._joining[seq] = len(self.slots(seq).prefix)
 
-    def decode(self, texts: Mapping[int, Sequence[int]], going_on: Collection[int]) -> PlainStep | None:
+    def decode(
+        self, texts: Mapping[int, Sequence[int]], going_on: Collection[int], verify: VerifyWork | None = None
+    ) -> PlainStep | None:
         self._prepared()
+        assert verify is None or not {trial.seq for trial in verify.trials} & texts.keys()
         assert going_on <= texts.keys()  # type: ignore[operator]
         now = [seq for seq, text in texts.items() if self._flight.get(seq) == len(text) - 1]
         entering = [seq for seq in texts if seq not in now]
@@ -57,7 +61,11 @@ class DecodesAhead(ToyRunner):
         self._flight |= {seq: len(texts[seq]) - 1 for seq in late} | self._joining
         self._joining = {}
         self.steps += 1
-        return PlainStep(lambda: found, len(found), ahead, frozenset(self._flight), failed)
+        verdicts = None
+        if verify is not None and self._flight:
+            judged = self.verify(verify.work, verify.trials)()  # a device has all that it needs
+            verdicts, self.verified = Verdicts(lambda: judged), self.verified + len(judged)
+        return PlainStep(lambda: found, len(found), ahead, frozenset(self._flight), failed, {}, verdicts)
 
     def _next(self, seq: int, text: Sequence[int]) -> int:
         """Return the token behind a text, whose last token is computed now."""

@@ -21,7 +21,7 @@ CONSTANT_ROW = re.compile(r"^\| `(\w+)` \| `([A-Z_]+)` \| `(.+?)` \|", re.MULTIL
 # modules of core/ whose constants are in a table
 PLANNING = (
     *("way_choice", "planner", "draft_gain", "learning", "drift"),
-    *("goodput", "costs", "experience", "market", "rehearsal"),
+    *("goodput", "round_clock", "costs", "experience", "market", "rehearsal"),
 )
 PAGES = ("design", "planner", "gpu", "cpu", "lab")  # they name files
 

@@ -10,6 +10,7 @@ import pytest
 
 from specbranch.clock.profile import CostProfile
 from specbranch.config import SpeculativeConfig
+from specbranch.core.arms import ArmRound
 from specbranch.core.costs import PLANNING_SECONDS, TIMES_KEPT, Curve, MeasuredCosts, Recent, RunKind
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
@@ -290,6 +291,18 @@ def test_planning_takes_a_little_time_until_it_is_timed() -> None:
         )
     planning = [costs.gap(kind, 8) for kind in get_args(RunKind) if kind != "plain"]
     assert planning == [8 * PLANNING_SECONDS] * 3 and (costs.gap("plain", 8), costs.draft_host) == (2.0, 2.0)
+
+
+def test_a_planned_batch_that_verifies_nothing_is_no_plain_run() -> None:
+    """The host has planned for all its sessions; plain decoding, to which plans are compared, takes less."""
+    costs, verify = MeasuredCosts(), Verify(Context(9, (1,)))
+    planned = ArmRound(NO_TREE, [], 2, 10, 2)
+    for gap, orders in ((1.0, Orders(verify=verify)), (5.0, Orders(verify=verify, planned=planned))):
+        costs.pause()
+        for at in range(3):
+            span = Span(at * (10.0 + gap), at * (10.0 + gap) + 10.0, 2)
+            costs.observe(dict.fromkeys((0, 1), orders), dict.fromkeys((0, 1), Reports(verifying=span)))
+    assert (costs.gap("plain", 2), costs.gap("lookup", 2)) == pytest.approx((1.0, 5.0))
 
 
 def test_a_pause_is_no_time_of_the_host() -> None:

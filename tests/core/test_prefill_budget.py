@@ -111,6 +111,21 @@ def timed(rows: int, seconds: float) -> PromptCosts:
     return costs
 
 
+def test_rounds_are_counted_and_those_with_prompt_tokens_are_not_timed() -> None:
+    """Also if the prompt tokens go with the step that is launched ahead: then the next round takes longer."""
+    costs, now, prompt = PromptCosts(), 0.0, {7: PrefillCount(read=5)}
+    for seconds, prompts, ahead in ((1.0, {}, False), (2.0, {}, True), (8.0, prompt, False), (3.0, {}, True)):
+        now += seconds
+        costs.observe(Span(now - seconds, now, 4 + 5 * bool(prompts), prompts), True, now, ahead)
+    assert costs.clock.rounds == 4 and costs.clock.seconds_behind(0, 9) == [2.0, 3.0], "nothing came before the first"
+    now += 4.0
+    costs.observe(Span(now - 4.0, now, 9, prompt), True, now, ahead=True)
+    now += 9.0
+    costs.observe(Span(now - 9.0, now, 4), True, now, ahead=True)
+    costs.observe(Span(now, now + 7.0, 5, prompt), False, now + 7.0)  # nobody decodes
+    assert costs.clock.rounds == 6 and costs.clock.seconds_behind(4, 9) == [4.0]
+
+
 def test_a_table_of_forwards_gives_a_budget_before_anything_is_timed() -> None:
     # 0.8 × 4 ms at 10 µs a token, from 64 rows on
     assert PromptCosts(None, Table()).most_tokens(64) == pytest.approx(320, abs=1)

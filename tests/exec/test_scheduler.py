@@ -103,6 +103,8 @@ def executors(kv_slots: int | None, draft_kv_slots: int | None = None) -> dict[s
     return {
         "serial": lambda: Serial(Verifier(toy(kv_slots=kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
         "plain": lambda: Serial(Verifier(plain_toy(kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
+        "plain streams": lambda: Streams(Verifier(plain_toy(kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
+        "plain process": lambda: Process(Verifier(plain_toy(kv_slots)), drafter_recipe(DRIFT)),
         "process": lambda: Process(Verifier(toy(kv_slots=kv_slots)), drafter_recipe(DRIFT)),
         "streams": lambda: Streams(Verifier(deferred_toy(kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
         "clock": lambda: VirtualClock(
@@ -128,6 +130,7 @@ class Desk:
     scheduler: Scheduler
     rng: random.Random
     cancels: float = 0.0
+    pauses: float = 0.0
     profile: CostProfile = toybench.SHARED  # that methods plan by
     cancelled: list[Asked] = field(default_factory=list)
     done: list[Asked] = field(default_factory=list)
@@ -145,10 +148,22 @@ class Desk:
             for _ in range(min(len(left), self.rng.choice((0, 0, 1, 3)) if self.scheduler.busy else 1)):
                 self.submit(*left.pop(0), priority=self.rng.choice((0, 0, 1)))
             self._cancel_some()
+            self._pause_some()
             if not left and not self.scheduler.tickets:
                 return
             self.scheduler.step()
         raise AssertionError("the scheduler does not end")
+
+    def _pause_some(self) -> None:
+        """Pause some requests, and let some go on; if all rest, all go on."""
+        for asked in self.done if self.pauses else ():
+            ticket = asked.ticket
+            if ticket is None or ticket.state == "over":
+                continue
+            if self.rng.random() < (0.2 if ticket.paused else self.pauses) or (
+                ticket.paused and not self.scheduler.busy
+            ):
+                self.scheduler.set_paused(ticket, not ticket.paused)
 
     def _cancel_some(self) -> None:
         for asked in self.done:
@@ -232,6 +247,26 @@ def test_rounds_of_plain_decoding_give_what_each_request_gives_alone(number: int
     desk.run(requests)
     check(desk.done, desk.cancelled)
     assert executor.target.runner.steps > number // 2  # type: ignore[attr-defined]
+    assert holds_nothing(executor) and (scheduler.snapshot().preemptions > 0) == (kv_slots is not None)
+
+
+@each_value
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("kind", ["plain", "plain streams", "plain process"])
+@pytest.mark.parametrize("number", tiered((120, 2000), (120).__eq__))
+def test_sessions_of_every_method_share_rounds_of_plain_decoding(number: int, kind: str, memory: str) -> None:
+    """One in four drafts, plans, looks up or guesses, under both rules; requests are cancelled and paused."""
+    kv_slots, draft_kv_slots, rules = MEMORIES[memory]
+    executor = executors(kv_slots and 2 * kv_slots, draft_kv_slots)[kind]()
+    scheduler, rng = Scheduler(Loop(executor, limits=LIMITS), most=16, ahead=4), random.Random(12)
+    desk, plain = Desk(scheduler, rng, cancels=0.001, pauses=0.01), config_of("autoregressive", "match")
+    requests = [(case, config if at % 4 == 0 else plain) for at, (case, config) in enumerate(mixed(number, 9, rules))]
+    desk.run(requests)
+    executor.close()
+    check(desk.done, desk.cancelled)
+    runner = executor.target.runner  # type: ignore[attr-defined]
+    assert runner.steps > number // 4 and runner.verified > number // 8
+    assert not scheduler.loop._plain._rounds.has_failed
     assert holds_nothing(executor) and (scheduler.snapshot().preemptions > 0) == (kv_slots is not None)
 
 

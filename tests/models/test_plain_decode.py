@@ -21,6 +21,7 @@ from specbranch.core.methods import METHODS
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.prefill_budget import RoundLimits
 from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Verdicts, VerifyWork
 from specbranch.core.scheduler import Scheduler, Ticket
 from specbranch.core.session import Session
 from specbranch.errors import PoolFull
@@ -32,9 +33,9 @@ from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import ChunkRows, Rows
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu import asking, attention
-from specbranch.models.gpu.decode_rows import DecodeRow, DecodeRows
+from specbranch.models.gpu.decode_rows import DecodeRow, DecodeRows, VerifyRows
 from specbranch.models.gpu.launching import StepLauncher
-from specbranch.models.gpu.layout import CONFIDENCE, Bucket, pack, views
+from specbranch.models.gpu.layout import CONFIDENCE, Bucket, Choosing, pack, views
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.step import GpuStep
 from specbranch.models.loading import load_native
@@ -58,9 +59,9 @@ PLAIN = SpeculativeConfig(method="autoregressive")
 
 
 class Counting(GpuRunner):
-    """Counts its steps, and those of plain decoding."""
+    """Counts its steps, those of plain decoding, and the trials that went with these."""
 
-    ran = decoded = 0
+    ran = decoded = verified = 0
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -72,9 +73,10 @@ class Counting(GpuRunner):
 
         self.launcher.run_packed = counted  # type: ignore[method-assign]
 
-    def launch_decode(self, rows: DecodeRows) -> Reading:
+    def launch_decode(self, rows: DecodeRows, verify: VerifyWork | None = None) -> tuple[Reading, Verdicts | None]:
         self.decoded += 1
-        return super().launch_decode(rows)
+        self.verified += len(verify.trials) if verify else 0
+        return super().launch_decode(rows, verify)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,7 @@ def loop_of(runner: GpuRunner, executor: type[Serial] = Serial, budget: int = 48
 def test_a_packed_decode_step_is_that_of_the_same_rows() -> None:
     rng = random.Random(0)
     for _ in range(60):
-        pool, count = Pool(400), rng.choice([1, 2, 3, 16, 17, 40])
+        pool, count = Pool(600), rng.choice([1, 2, 3, 16, 17, 40])
         positions = [rng.choice([0, 1, 31, 32, 63, 64, 255, 256, 257, 300, 511, 700]) for _ in range(count)]
         tokens = [rng.randrange(-count, 100) for _ in range(count)]
         rows = [
@@ -139,6 +141,16 @@ def test_a_packed_decode_step_is_that_of_the_same_rows() -> None:
         step = DecodeRows(rows, positions, tokens)
         made = step.pack(9999, least, prompts, 16)
         _check_same(expected, bucket, *made, count)
+        others = [_chain(pool, rng.choice([0, 40, 255]), rng.randint(1, 9)) for _ in range(rng.choice([1, 2]))]
+        spots += [Spot(rows[0].request, 5, list)] * sum(len(part.tokens) for part in others)
+        choosing = asking.choosing_of(len(spots), enumerate(spots))
+        for row in range(count + 1, count + len(others[0].tokens)):
+            choosing.parent[row], choosing.said[row] = row - 1, 5
+        behind = Choosing(*(numbers[count:].copy() for numbers in choosing))
+        behind.parent[:] -= count
+        expected, bucket = pack([*work, *others], 9999, choosing, None, least, prompts, 16)
+        made = step.pack(9999, least, prompts, 16, VerifyRows(others, behind))
+        _check_same(expected, bucket, *made, len(spots))
         positions = [at + 1 for at in positions]
         for row, at in zip(rows, positions, strict=True):
             row.table.reach(at + 1)
@@ -152,6 +164,10 @@ def _table(pool: Pool, kv_slots: int) -> Table:
     table = Table(pool)
     table.reach(kv_slots)
     return table
+
+
+def _chain(pool: Pool, prefix: int, count: int) -> Rows:
+    return Rows(_table(pool, prefix + count), [5] * count, prefix, prefix, [(2 << row) - 1 for row in range(count)])
 
 
 def _request(seed: int, temperature: float) -> Request:
@@ -323,10 +339,11 @@ def test_scores_that_are_no_number_end_their_own_request_only(
         loop.step()
     launch = GpuRunner.launch_decode
 
-    def spoiled(self: GpuRunner, rows: DecodeRows) -> Reading:
-        results = launch(self, rows)()
+    def spoiled(self: GpuRunner, rows: DecodeRows, verify: VerifyWork | None = None) -> tuple[Reading, None]:
+        assert verify is None
+        results = launch(self, rows)[0]()
         results[[row.request.seed == 1 for row in rows.rows], CONFIDENCE] = np.nan
-        return Reading(lambda: results, lambda: True)
+        return Reading(lambda: results, lambda: True), None
 
     monkeypatch.setattr(GpuRunner, "launch_decode", spoiled)
     while loop.live:
@@ -344,10 +361,10 @@ def test_a_launch_that_fails_costs_a_round_and_no_text(
     sessions, loop, calls = [session(n, params, some_tokens(10, n)) for n in range(3)], loop_of(runner), iter(range(99))
     launch = GpuRunner.launch_decode
 
-    def failing(self: GpuRunner, rows: DecodeRows) -> Reading:
+    def failing(self: GpuRunner, *given: Any) -> Any:
         if next(calls) == which:
             raise torch.cuda.OutOfMemoryError("out of memory")
-        return launch(self, rows)
+        return launch(self, *given)
 
     monkeypatch.setattr(GpuRunner, "launch_decode", failing)
     for one in sessions:
@@ -367,9 +384,9 @@ def test_a_step_never_exceeds_the_memory_of_partial_results(decoder: Decoder, mo
     monkeypatch.setattr(attention, "PARTIAL_BYTES", each * (1 + -(-100 // attention.WIDE_BLOCK)) * 32)
     runner, launch = GpuRunner(decoder, CONTEXT), StepLauncher.launch_decode
 
-    def watched(self: StepLauncher, rows: DecodeRows) -> Any:
+    def watched(self: StepLauncher, rows: DecodeRows, *given: Any) -> Any:
         sizes.append(self.fits_one_step(len(rows), int(rows.positions.max()) + 1))
-        return launch(self, rows)
+        return launch(self, rows, *given)
 
     monkeypatch.setattr(StepLauncher, "launch_decode", watched)
     params, loop = SamplingParams(max_tokens=16, ignore_eos=True), loop_of(runner)

@@ -29,7 +29,8 @@ PLAIN_EVERY = 256  # rounds after which a plain round is timed again
 FACTOR_RUNS = 7  # latest runs whose median is the machine's common factor; a plain one counts twice
 MOST_UNCOMPUTED = 24  # tokens of one session; more is prefill, not a decode step
 Model = Literal["target", "draft"]
-# Kinds of runs: "draft" and the "verify" behind it are one round; "plain" and "lookup" verify without a draft.
+# Kinds of runs: "draft" and the "verify" behind it are one round; "plain" and "lookup" verify without a draft, "lookup"
+# also counts a planned batch that verifies nothing.
 RunKind = Literal["plain", "lookup", "draft", "verify"]
 CostPoints = list[tuple[int, float]]  # seconds by rows, ascending
 Padded = Callable[[int], int]  # the rows of a forward to those it is computed with
@@ -440,11 +441,15 @@ def _first_gap(kind: RunKind, sessions: int) -> float:
 
 
 def _kind_of(orders: Mapping[int, Orders], drafted: bool) -> RunKind:
-    """Return the kind of a run; `drafted`: the run before it only drafted."""
+    """Return the kind of a run; `drafted`: the run before it only drafted.
+
+    A batch that was planned took the host's time for that, also if it verifies no tokens.
+    """
     verifies = [order.verify for order in orders.values() if order.verify is not None]
     if not verifies:
         return "draft"
-    return "verify" if drafted else "lookup" if any(verify.tokens for verify in verifies) else "plain"
+    planned = len(orders) > 1 and any(order.planned is not None for order in orders.values())
+    return "verify" if drafted else "lookup" if planned or any(verify.tokens for verify in verifies) else "plain"
 
 
 def _prefills(order: DraftOrder | Verify | None) -> bool:

@@ -1,23 +1,26 @@
 """Goodput: tokens a second of each way to decode a batch, expected by the cost model and seen in rounds.
 
 Owns the choice between plain decoding and planned rounds where several sessions share a round, and how far the model's
-expectation is trusted. A plan is made for each session, so planning itself takes time, which grows with the batch; the
-model does not know that, and what is seen does. Invariant: the choice depends on times and numbers of tokens alone.
+expectation is trusted. The choice is one for the whole batch, and lasts for a block of rounds: a session that joins
+takes part in the present block. A plan is made for each session, so planning itself takes time, which grows with the
+batch; the model does not know that, and what is seen does. Invariant: the choice depends on times and numbers of
+tokens alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Literal
 
-Way = Literal["plain", "planned"]
-Expected = Callable[[], Mapping[Way, float]]  # tokens a second of one session, by the model
+from specbranch.core.round_clock import RoundClock
 
-BLOCK_ROUNDS = 12  # rounds of each session between two looks at the choice
-LEFT_OUT = 4  # rounds of each session after a change that do not count: earlier work ends, and the draft catches up
+Way = Literal["plain", "planned"]
+
+BLOCK_ROUNDS = 12  # rounds between two looks at the choice
+LEFT_OUT = 4  # rounds after a change that do not count: earlier work ends, and the draft catches up
 BETTER_WAY = 1.03  # the other way is taken if it is this many times as fast
 BLOCK_TRUST = 0.5  # part of a block's deviation from the model, in logarithms, that is taken over
 UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and just tried
@@ -25,6 +28,17 @@ DOUBT_GROWTH = 0.005  # of the doubt in the way that is not taken, for each bloc
 KEPT = 0.95  # of the deviation of the way that is not taken, after each block
 TRIAL_SHARE = 0.01  # of the seconds, that trials of a way that was not seen to be better may lose
 SLOWEST_ROUND = 2.0  # times the median; a round counts at most that long, as it may include a setup
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the cost model expects of a batch."""
+
+    rates: Mapping[Way, float]  # tokens a second of one session
+    change: float = 0.0  # seconds until drafts that were not asked have caught up, so that planned rounds can draft
+
+
+Expected = Callable[[int], Outlook]  # by the batch size
 
 
 @dataclass(slots=True)
@@ -35,6 +49,7 @@ class WaySeen:
     deviation: float = 0.0  # logarithm of what was seen, by what was expected
     doubt: float = UNSEEN
     last: float = -math.inf  # deviation when this way was last taken; it does not fade
+    tried: bool = False
 
     @property
     def estimate(self) -> float:
@@ -46,13 +61,13 @@ class WaySeen:
         """Tokens a second of a session, as when this way was last taken; 0: it never was."""
         return self.expected * math.exp(self.last)
 
-    def take(self, seen: float) -> None:
-        """Take in the tokens a second of a block."""
+    def take(self, seen: float, part: float = 1.0) -> None:
+        """Take in the tokens a second of a block, of which this part was seen."""
         known = self.doubt < UNSEEN
         deviation = math.log(max(seen, 1e-9) / max(self.expected, 1e-9))
-        self.deviation += (BLOCK_TRUST if known else 1.0) * (deviation - self.deviation)
+        self.deviation += part * (BLOCK_TRUST if known else 1.0) * (deviation - self.deviation)
         self.last = self.deviation
-        self.doubt = SEEN
+        self.doubt += part * (SEEN - self.doubt)
 
     def fade(self) -> None:
         """Forget a little: another way was taken, and the text may have changed."""
@@ -61,104 +76,148 @@ class WaySeen:
 
 
 @dataclass(slots=True)
-class _Load:
-    """What is known at one batch size."""
+class _Block:
+    """Rounds that a batch decodes in one way; rounds are counted by the loop."""
 
+    batch_size: int  # at its start
     way: Way
-    left: float  # rounds, counted by sessions, until the choice is looked at again
-    settling: float = 0.0
+    first: int  # the round that it was chosen in
+    left_out: int = 0  # rounds that do not count
+    price: float | None = None  # seconds of credit that a trial has paid; None: it is no trial
     tokens: int = 0
-    rounds: list[float] = field(default_factory=list)  # seconds of each since the last look
-    credit: float = 0.0  # seconds that a trial may lose; below 0: more was lost
-    trial: bool = True  # this block tries a way that was not seen to be better
-    ways: dict[Way, WaySeen] = field(
-        default_factory=lambda: {"plain": WaySeen(doubt=SEEN, last=0.0), "planned": WaySeen()}
-    )
+    rounds: int = 0  # of single sessions, in which these came
+    sessions: int = 0  # summed up over these rounds
+    last: int = 0  # the last round that was reported
 
-    def update(self, expected: Mapping[Way, float]) -> None:
-        for way, rate in expected.items():
-            self.ways[way].expected = rate
+    @property
+    def counts(self) -> int:
+        """The first round that counts."""
+        return self.first + self.left_out
 
-    def look(self, batch_size: int, expected: Mapping[Way, float]) -> None:
-        """Judge the block that has ended, and choose the way of the next.
+    @property
+    def end(self) -> int:
+        """The round in which the choice is looked at again."""
+        return self.counts + BLOCK_ROUNDS
 
-        A way that was seen to be better is taken at once. One that may be better by now is tried if credit is left.
-        """
-        here, other = self.ways[self.way], self.ways[_other(self.way)]
-        seconds = _without_setups(self.rounds)
-        self.update(expected)  # before the comparison: since the block began, the model may have learned much
-        if seconds > 0.0:
-            here.take(self.tokens / seconds)
-        other.fade()
-        self.credit = min(self.credit + TRIAL_SHARE * seconds, seconds)
-        seen_better = other.evidence > BETTER_WAY * here.estimate
-        may_be_better = other.estimate * (1.0 + other.doubt) > BETTER_WAY * here.estimate
-        if seen_better and self.trial:
-            self.credit -= _loss(seconds, here.estimate, other.evidence)
-        tries = may_be_better and not seen_better and _loss(seconds, other.estimate, here.estimate) <= self.credit
-        if seen_better or tries:
-            self.way, self.settling = _other(self.way), LEFT_OUT * batch_size
-        self.trial = tries
-        self.left, self.tokens, self.rounds = BLOCK_ROUNDS * batch_size, 0, []
+    def covers(self, batch_size: int, clock: RoundClock) -> bool:
+        """True if it goes on for a batch of this size; somewhat more or less than at its start is the same batch."""
+        return clock.rounds < self.end and abs(_size(batch_size) - _size(self.batch_size)) <= 1
 
+    def round_seconds(self, clock: RoundClock) -> float:
+        """Return the seconds of a round; one that may include a setup counts as a slow one. 0: none was timed."""
+        seconds = clock.seconds_behind(self.counts, self.last)
+        most = SLOWEST_ROUND * median(seconds) if seconds else 0.0
+        return fmean([min(one, most) for one in seconds]) if seconds else 0.0
 
-def _loss(seconds: float, rate: float, best: float) -> float:
-    """Return the seconds that a trial as long as this block loses, with the rounds after its beginning that do not
-    count."""
-    trial = seconds * (BLOCK_ROUNDS + LEFT_OUT) / BLOCK_ROUNDS
-    return trial * max(1.0 - rate / max(best, 1e-9), 0.0)
-
-
-def _without_setups(rounds: list[float]) -> float:
-    """Return the seconds of some rounds; a round that may include a setup counts as a slow one."""
-    most = SLOWEST_ROUND * median(rounds) if rounds else 0.0
-    return sum(min(seconds, most) for seconds in rounds)
+    def part(self, clock: RoundClock) -> float:
+        """Return how much of it was timed."""
+        return min(len(clock.seconds_behind(self.counts, self.last)) / BLOCK_ROUNDS, 1.0)
 
 
 class Goodput:
     """Chooses how a batch decodes."""
 
     def __init__(self) -> None:
-        self._loads: dict[int, _Load] = {}  # by the power of two of the sessions
+        self._seen: dict[int, dict[Way, WaySeen]] = {}  # by the power of two of the sessions
+        self._block: _Block | None = None
+        self._credit = 0.0  # seconds that a trial may lose; below 0: more was lost
+        self._saving = 0.0  # seconds that a trial would cost for which the credit is too low
 
-    def choose(self, batch_size: int, expected: Expected) -> Way:
-        """Return how to decode among so many sessions."""
-        key = batch_size.bit_length()
-        if key not in self._loads:
-            rates = expected()
-            hopeful = rates["planned"] * (1.0 + UNSEEN) > rates["plain"]
-            load = self._loads[key] = _Load("planned" if hopeful else "plain", 0.0)
-            load.update(rates)
-            load.left, load.settling = BLOCK_ROUNDS * batch_size, LEFT_OUT * batch_size
-        return self._loads[key].way
+    def choose(self, batch_size: int, clock: RoundClock, expected: Expected) -> Way:
+        """Return how to decode the next round among so many sessions."""
+        block = self._block
+        if block is None or not block.covers(batch_size, clock):
+            self._judge(clock, expected)
+            block = self._block = self._next_block(batch_size, clock, expected(batch_size))
+        return block.way
 
-    def rounds_left(self, batch_size: int) -> int:
-        """Return how many rounds of each session are left before the choice is looked at again."""
-        load = self._loads.get(batch_size.bit_length())
-        return 1 if load is None else max(round((load.settling or load.left) / batch_size), 1)
+    def is_plain(self, clock: RoundClock) -> bool:
+        """True if the batch decodes plainly at present."""
+        return self._block is not None and self._block.way == "plain" and clock.rounds < self._block.end
 
-    def record(
-        self, batch_size: int, way: Way, tokens: int, seconds: float, expected: Expected, rounds: int = 1
-    ) -> None:
-        """Take in some rounds of one session."""
-        load = self._loads.get(batch_size.bit_length())
-        if load is None or way != load.way:
-            return  # it was started before the way was changed
-        if load.settling > 0:
-            load.settling = max(load.settling - rounds, 0.0)
-            return
-        load.tokens += tokens
-        load.rounds += [seconds / rounds] * rounds
-        load.left -= rounds
-        if load.left <= 0:
-            load.look(batch_size, expected())
+    def rounds_left(self, clock: RoundClock) -> int:
+        """Return how many rounds are left before the choice is looked at again."""
+        if self._block is None:
+            return 1
+        until = self._block.counts if clock.rounds < self._block.counts else self._block.end
+        return max(until - clock.rounds, 1)
+
+    def record(self, batch_size: int, since: int, way: Way, tokens: int, rounds: int = 1) -> None:
+        """Take in some rounds of one session; the first came behind round `since` of the clock."""
+        block = self._block
+        if block is None or way != block.way or since < block.counts or _size(batch_size) != _size(block.batch_size):
+            return  # it was started before the way was changed, or among more or fewer sessions
+        block.tokens += tokens
+        block.rounds += rounds
+        block.sessions += batch_size * rounds
+        block.last = max(block.last, since + rounds)
 
     def seen(self) -> dict[int, dict[Way, tuple[float, float]]]:
         """Return expected and estimated tokens a second of each way, by the power of two of the batch size."""
         return {
-            key: {way: (one.expected, one.estimate) for way, one in load.ways.items()}
-            for key, load in self._loads.items()
+            size: {way: (one.expected, one.estimate) for way, one in ways.items()} for size, ways in self._seen.items()
         }
+
+    def _judge(self, clock: RoundClock, expected: Expected) -> None:
+        """Learn from the block that has ended."""
+        block = self._block
+        round_seconds = block.round_seconds(clock) if block else 0.0
+        if block is None or not block.rounds or not round_seconds:
+            return
+        # What the model says now: since the block began, it may have learned much, and the batch may have changed.
+        sessions = round(block.sessions / block.rounds)
+        ways = self._ways(sessions, expected(sessions))
+        here, other = ways[block.way], ways[_other(block.way)]
+        rate = block.tokens / block.rounds / round_seconds
+        here.take(rate, block.part(clock))
+        other.fade()
+        seconds = round_seconds * (block.last - block.first)
+        self._credit = min(self._credit + TRIAL_SHARE * seconds, max(seconds, self._saving))
+        if block.price is not None:  # it was paid at the start; now its loss is known
+            self._credit += block.price - seconds * _lost(rate, other.evidence)
+
+    def _ways(self, batch_size: int, outlook: Outlook) -> dict[Way, WaySeen]:
+        """Return what is known of both ways at a batch size, with what the model expects now."""
+        ways = self._seen.setdefault(_size(batch_size), {"plain": WaySeen(doubt=SEEN, last=0.0), "planned": WaySeen()})
+        for way, rate in outlook.rates.items():
+            ways[way].expected = rate
+        return ways
+
+    def _next_block(self, batch_size: int, clock: RoundClock, outlook: Outlook) -> _Block:
+        """Choose the way of the next block.
+
+        A batch goes on as before, also if its size has changed. A way that was seen to be better is taken at once. One
+        that may be better by now is tried if credit is left, and once at each size if the model expects it to be
+        better. The very first batch has the benefit of the doubt.
+        """
+        before, now, ways = self._block, clock.rounds, self._ways(batch_size, outlook)
+        if before is None:
+            hopeful = ways["planned"].estimate * (1.0 + UNSEEN) > ways["plain"].estimate
+            return _Block(batch_size, "planned" if hopeful else "plain", now, LEFT_OUT, 0.0 if hopeful else None)
+        here, other = ways[before.way], ways[_other(before.way)]
+        seen_better = other.evidence > BETTER_WAY * here.estimate
+        may_be_better = other.estimate * (1.0 + other.doubt) > BETTER_WAY * here.estimate
+        if seen_better:
+            return _Block(batch_size, _other(before.way), now, LEFT_OUT)
+        price = before.round_seconds(clock) * (BLOCK_ROUNDS + LEFT_OUT) * _lost(other.estimate, here.estimate)
+        price += outlook.change if before.way == "plain" else 0.0
+        self._saving = price if may_be_better else 0.0
+        if may_be_better and price <= (self._credit if other.tried else max(self._credit, 0.0)):
+            self._credit -= price
+            other.tried = True
+            return _Block(batch_size, _other(before.way), now, LEFT_OUT, price)
+        unproven = before.price is not None and here.estimate < other.evidence
+        return _Block(batch_size, before.way, now, 0, 0.0 if unproven else None)
+
+
+def _size(batch_size: int) -> int:
+    """Return the power of two of a batch size: sizes between two of them share what is known."""
+    return batch_size.bit_length()
+
+
+def _lost(rate: float, best: float) -> float:
+    """Return the share of its seconds that a slower way loses."""
+    return max(1.0 - rate / max(best, 1e-9), 0.0)
 
 
 def _other(way: Way) -> Way:

@@ -18,18 +18,16 @@ from specbranch.core.costs import MeasuredCosts
 from specbranch.core.market import Grant, LaneOffer, RowOffer, granted, let_draft
 from specbranch.core.members import Member
 from specbranch.core.methods import MethodRounds
-from specbranch.core.orders import Context, Orders, Prefill, Reports, Span, TokenLogprobs, Verdict, Verify
-from specbranch.core.plain_rounds import PlainBatch, PlainOrders, PlainReports, PlainRounds, going_on
+from specbranch.core.orders import Orders, Prefill, Reports
+from specbranch.core.plain_loop import PlainLoop
 from specbranch.core.prefill_budget import Prefills, PromptCosts, RoundLimits, rows_of
 from specbranch.core.request import Request
-from specbranch.core.runner import NO_TOKEN, TimesForwards
-from specbranch.core.session import RoundWatcher, Session
+from specbranch.core.runner import TimesForwards
+from specbranch.core.session import Session
 from specbranch.core.trace import Trace
-from specbranch.errors import PoolFull, SpecBranchError, not_finite
+from specbranch.errors import PoolFull, SpecBranchError
 
 log = logging.getLogger("specbranch")
-
-PLAIN_ORDERS = Orders(verify=Verify(Context(0, ())))  # what watchers of plain rounds see: one token, nothing drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ class Loop:
         self.out_of_pages: dict[int, PoolFull] = {}  # the sessions that found no free page in the last round
         self._live: dict[int, Member] = {}
         self._preempted: dict[int, Member] = {}
-        self._plain = PlainRounds(executor)
+        self._plain = PlainLoop(executor, self._prefills, self)
 
     @property
     def limits(self) -> RoundLimits:
@@ -134,6 +132,15 @@ class Loop:
     @limits.setter
     def limits(self, limits: RoundLimits) -> None:
         self._prefills.limits = limits
+
+    @property
+    def members(self) -> Mapping[int, Member]:
+        """The live sessions; rounds of plain decoding see them."""
+        return self._live
+
+    def now(self) -> float:
+        """Return the time in seconds, on the clock of all spans."""
+        return self.executor.now()
 
     @property
     def live(self) -> bool:
@@ -148,6 +155,7 @@ class Loop:
     def join(self, session: Session, method: MethodRounds) -> None:
         """Add a session; it takes part from the next round on."""
         session.stats.started, session.batch_size = self.executor.now(), len(self._live) + 1
+        session.clock = self._prefills.costs.clock
         if not self._live:  # the time since the last round was idle
             self._prefills.costs.pause()
             if self.costs is not None:
@@ -171,7 +179,7 @@ class Loop:
         for member in self._live.values():
             member.session.batch_size = len(self._live)
         started = self.executor.now()
-        took_part = self._plain_round()
+        took_part = self._plain.round()
         if took_part is None:
             took_part = self._ordered_round()
         seconds, restarts = self.executor.now() - started, self.executor.restarts - restarts
@@ -183,10 +191,10 @@ class Loop:
 
     def _ordered_round(self) -> list[Session]:
         """Run one round of what the methods order; returns the sessions that took part."""
-        self._plain.launched = frozenset()
+        self._plain.forget()
         for member in self._live.values():
             member.renew()
-        self._grant_lanes()
+        self._grant_lanes(self._ready())
         self._skip_late_drafts()
         batch = self._draft_only_batch() or self._target_batch()
         if not batch:
@@ -199,94 +207,8 @@ class Loop:
         self._prefills.costs.observe(verifying, decodes, self.executor.now())
         took_part = [self._live[number].session for number in reports]
         for number, report in reports.items():
-            self._deliver(self._live[number], batch[number], report)
+            self.deliver(self._live[number], batch[number], report)
         return took_part
-
-    def _plain_round(self) -> list[Session] | None:
-        """Run one round of plain decoding for the whole batch; None: it is a round of what the methods order."""
-        chunked = self.limits.prompt_tokens is not None
-        batch = self._plain.batch(self._live.values(), chunked)
-        if batch is None:
-            return None
-        prefills = self._prefills.beside_plain(batch.prefilling, len(batch.decoding))
-        if any(orders.draft for orders in prefills.values()):
-            return None
-        reports = self._run_plain(batch, prefills)
-        if reports is None:
-            return None
-        self._learn_plain(reports, len(batch.decoding), bool(prefills))
-        return self._deliver_plain(batch, prefills, reports)
-
-    def _run_plain(self, batch: PlainBatch, prefills: Mapping[int, Orders]) -> PlainReports | None:
-        """Run a round of plain decoding; None: an error, which a round of orders will trace to its session."""
-        assert self._plain.executor is not None
-        texts = {member.session.number: member.session.tokens for member in batch.decoding}
-        asked = {number: orders.prefill for number, orders in prefills.items() if orders.prefill is not None}
-
-        def meanwhile() -> None:
-            for member in batch.decoding:
-                if isinstance(member.wants, Orders) and member.wants.deferred is not None:
-                    member.wants.deferred.attempt()
-
-        self._plain.launched = frozenset()
-        try:
-            reports = self._plain.executor.decode(PlainOrders(texts, going_on(batch), asked, meanwhile))
-        except Exception as error:
-            level = logging.DEBUG if self._plain.has_failed else logging.WARNING
-            log.log(level, "A round of plain decoding failed; it is ordered session by session.", exc_info=error)
-            self._plain.has_failed = True
-            return None
-        if reports is not None:
-            self._plain.launched = reports.launched
-        return reports
-
-    def _learn_plain(self, reports: PlainReports, sessions: int, prefills: bool) -> None:
-        """Learn the costs of a round of plain decoding; `prefills`: prompt tokens were computed, or launched."""
-        if self.costs is not None:
-            prefilled = prefills or self._prefills.costs.tokens_ahead > 0
-            self.costs.observe_plain(reports.span, sessions, prefilled)
-        ahead = reports.ahead and bool(reports.launched)  # then prompt tokens go with the step that was launched now
-        self._prefills.costs.observe(reports.span, True, self.executor.now(), ahead)
-
-    def _deliver_plain(self, batch: PlainBatch, prefills: Mapping[int, Orders], reports: PlainReports) -> list[Session]:
-        """Hand tokens of plain decoding to their sessions, and what was prefilled to the others."""
-        span, now, took_part = reports.span, self.executor.now(), list[Session]()
-        for member in batch.decoding:
-            session = member.session
-            if (error := reports.failed.get(session.number)) is not None:
-                took_part.append(session)
-                self._deliver(member, Orders(), Reports(error=error, verifying=span))
-            elif (token := reports.tokens.get(session.number)) is not None:
-                took_part.append(session)
-                session.now, session.launched = now, session.number in reports.launched
-                self._take_token(member, token, reports.logprobs.get(session.number), span)
-        for number, orders in prefills.items():
-            member = self._live[number]
-            took_part.append(member.session)
-            found = Reports(verifying=span, reached=reports.reached.get(number), error=reports.failed.get(number))
-            self._deliver(member, orders, found)
-        return took_part
-
-    def _take_token(self, member: Member, token: int, logprobs: TokenLogprobs | None, span: Span) -> None:
-        """Give a session a token of plain decoding; its method hears of the last one of its plain rounds."""
-        session = member.session
-        if token == NO_TOKEN:
-            session.fail(not_finite("the target"))
-        elif member.plain_rounds > 1 and self.trace is None and session.stats.emitted:
-            try:
-                member.commit(token, logprobs, span.seconds)
-            except Exception as error:
-                _fail(session, error)
-            if session.on_round:
-                reports = Reports(verdict=_verdict(token, logprobs), verifying=span)
-                _call_watcher(session, session.on_round, PLAIN_ORDERS, reports, 1)
-        else:
-            member.renew()
-            assert member.orders is not None
-            self._deliver(member, member.orders, Reports(verdict=_verdict(token, logprobs), verifying=span))
-            return
-        if session.finished:
-            self.remove(session)
 
     def preempt(self, session: Session) -> None:
         """Free a live session's KV cache; its orders stand, and run once it is resumed."""
@@ -374,12 +296,13 @@ class Loop:
     def _target_batch(self) -> dict[int, Orders]:
         """Grant rows to all offers, then return the orders of a target round: those of all ready sessions, and prefill
         chunks for the others."""
-        self._grant_rows()
+        ready = self._ready()
+        self._grant_rows(ready, rows_of(member.orders for member in ready.values() if member.orders))
         batch = {number: member.orders for number, member in self._ready().items() if member.orders}
         members = [member for member in self._live.values() if not member.paused]
         return self._prefills.add(batch, members)
 
-    def _deliver(self, member: Member, orders: Orders, reports: Reports) -> None:
+    def deliver(self, member: Member, orders: Orders, reports: Reports) -> None:
         """Hand a session its reports. An error here ends this session alone; the others still get theirs."""
         if isinstance(reports.error, PoolFull) and self.waits_for_pages:
             self.out_of_pages[member.session.number] = reports.error
@@ -388,9 +311,27 @@ class Loop:
         try:
             self._take_reports(member, orders, reports)
         except Exception as error:
-            _fail(member.session, error)
+            self.fail(member.session, error)
         if member.session.finished:
             self.remove(member.session)
+
+    def fail(self, session: Session, error: Exception) -> None:
+        """End one session with an error."""
+        if not isinstance(error, SpecBranchError):  # a mistake of ours: the output alone has no traceback
+            log.error("A request failed by a mistake of the program; others go on.", exc_info=error)
+        session.fail(error)
+
+    def call_watcher(self, session: Session, orders: Orders, reports: Reports, added: int) -> None:
+        """Call the watcher of a session's rounds; after an exception it is not called again, and its request goes
+        on."""
+        try:
+            if session.on_round:
+                session.on_round(orders, reports, added)
+        except Exception as error:
+            session.on_round = None
+            log.error(
+                "An on_round watcher raised an error and is not called again; its request goes on.", exc_info=error
+            )
 
     def _take_reports(self, member: Member, orders: Orders, reports: Reports) -> None:
         """Count and trace a round, then send its reports to the method.
@@ -409,7 +350,7 @@ class Loop:
             self._resume_method(member, received)
             self._record_times(session, received, first=emitted == 0)
         if session.on_round:
-            _call_watcher(session, session.on_round, orders, reports, session.stats.emitted - emitted)
+            self.call_watcher(session, orders, reports, session.stats.emitted - emitted)
 
     def _resume_method(self, member: Member, received: Reports | Grant) -> None:
         """Send a method what it waits for, and take its next orders or offer."""
@@ -423,7 +364,7 @@ class Loop:
             if not session.finished:
                 session.fail(RuntimeError("the method ended before its session"))
         except Exception as error:
-            _fail(session, error)
+            self.fail(session, error)
 
     def _resume_or_remove(self, member: Member, received: Reports | Grant) -> None:
         """Send a method something outside a round; remove the session if that ends it."""
@@ -456,19 +397,23 @@ class Loop:
                 member.draft_behind = True
                 self._resume_or_remove(member, Reports())  # an empty report: nothing was drafted
 
-    def _grant_lanes(self) -> None:
+    def answer_offers(self, ready: Mapping[int, Member], rows: int) -> None:
+        """Answer all offers of sessions; `rows`: of others in the same forward."""
+        self._grant_lanes(ready)
+        mine = rows_of(member.orders for member in ready.values() if member.orders)
+        self._grant_rows(ready, rows + mine)
+
+    def _grant_lanes(self, ready: Mapping[int, Member]) -> None:
         """Answer every offer to draft before the next verify."""
-        ready = self._ready().values()
-        offers = {one.session.number: one.wants for one in ready if isinstance(one.wants, LaneOffer)}
-        already_drafting = sum(one.orders is not None and one.orders.verify is None for one in ready)
-        waiting_rate = sum([one.wants.rate for one in ready if isinstance(one.wants, RowOffer)])  # tokens a second
+        wants = {number: member.wants for number, member in ready.items()}
+        offers = {number: want for number, want in wants.items() if isinstance(want, LaneOffer)}
+        already_drafting = sum(isinstance(want, Orders) and want.verify is None for want in wants.values())
+        waiting_rate = sum([want.rate for want in wants.values() if isinstance(want, RowOffer)])  # tokens a second
         self._answer(let_draft(offers, waiting_rate, already_drafting, self.limits.lanes))
 
-    def _grant_rows(self) -> None:
-        """Answer every offer of rows to verify."""
-        ready = self._ready()
+    def _grant_rows(self, ready: Mapping[int, Member], rows: int) -> None:
+        """Answer every offer of rows to verify; `rows`: of orders in the same forward."""
         offers = {number: member.wants for number, member in ready.items() if isinstance(member.wants, RowOffer)}
-        rows = rows_of(member.orders for member in ready.values() if member.orders)
         self._answer(granted(offers, rows, self.limits.rows, self.limits.lanes))
 
     def _answer(self, answers: Mapping[int, Grant]) -> None:
@@ -482,23 +427,3 @@ class Loop:
             session.stats.clock(reports)
         elif session.stats.emitted:
             session.stats.first_token = self.executor.now()
-
-
-def _verdict(token: int, logprobs: TokenLogprobs | None) -> Verdict:
-    return Verdict((), token, None if logprobs is None else (logprobs,))
-
-
-def _fail(session: Session, error: Exception) -> None:
-    """End one session with an error."""
-    if not isinstance(error, SpecBranchError):  # a mistake of ours: the output alone has no traceback
-        log.error("A request failed by a mistake of the program; others go on.", exc_info=error)
-    session.fail(error)
-
-
-def _call_watcher(session: Session, watcher: RoundWatcher, orders: Orders, reports: Reports, added: int) -> None:
-    """Call the watcher of a session's rounds; after an exception it is not called again, and its request goes on."""
-    try:
-        watcher(orders, reports, added)
-    except Exception as error:
-        session.on_round = None
-        log.error("An on_round watcher raised an error and is not called again; its request goes on.", exc_info=error)

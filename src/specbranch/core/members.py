@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from specbranch.core.costs import MOST_UNCOMPUTED
 from specbranch.core.market import Offer
 from specbranch.core.methods import MethodRounds
-from specbranch.core.orders import Context, Draft, Orders, Prefill, Reports, TokenLogprobs
+from specbranch.core.orders import Branch, Context, Draft, Orders, Prefill, Reports, TokenLogprobs
 from specbranch.core.session import Session
 
 
@@ -29,12 +29,13 @@ class Member:
     prefilled: int = 0  # tokens in the target's KV cache, until `prefill_done`
     prefill_done: bool = False  # the target has verified once: each verify order computes all tokens before it
     draft_prefilled: int = 0  # tokens in the draft's KV cache
+    drafted: Reports | None = None  # the draft's answer to `wants`, whose verify order has not been answered yet
     draft_behind: bool = False  # the method asked for a draft, and the draft has to prefill first
     paused: bool = False  # its consumer does not take tokens at present
 
     def take(self, wants: Orders | Offer) -> None:
         """Note what its method asks for."""
-        self.wants, self.committed = wants, False
+        self.wants, self.committed, self.drafted = wants, False, None
         self.plain_rounds = wants.plain_rounds if isinstance(wants, Orders) else 0
 
     def commit(self, token: int, logprobs: TokenLogprobs | None, seconds: float) -> None:
@@ -53,6 +54,22 @@ class Member:
     def orders(self) -> Orders | None:
         """What its method asks for; None while it waits for the answer to an offer."""
         return self.wants if isinstance(self.wants, Orders) else None
+
+    @property
+    def next_orders(self) -> Orders | None:
+        """The half of its orders that runs next where both do not run at once: its draft, then its verify."""
+        orders = self.orders
+        if orders is None or orders.draft is None or orders.verify is None:
+            return orders
+        return Orders(draft=orders.draft) if self.drafted is None else replace(orders, draft=None)
+
+    @property
+    def head(self) -> Branch | None:
+        """The first drafted branch that continues the whole chain to be verified; the target judges its head."""
+        draft = self.orders.draft if self.orders else None
+        if self.drafted is None or not isinstance(draft, Draft):
+            return None
+        return next((one for one in self.drafted.branches if one.tokens and one.after == draft.pending), None)
 
     @property
     def uncomputed(self) -> int:

@@ -1,8 +1,12 @@
 """Rounds of plain decoding for a whole batch, with one round launched ahead.
 
-Where all sessions decode plainly, their methods need not be asked round by round. The executor decodes one token of
-each, and launches the next round before it has read this one. Owns which sessions take part in such a round. Does not
-own what becomes of their tokens (`core/loop.py`). Invariant: a session's tokens are those of its own orders.
+Where most sessions decode plainly, their methods need not be asked round by round. The executor decodes one token of
+each, and launches the next round before it has read this one. The few sessions that want anything else share these
+rounds: the rows of a verify order go with the step that is launched, the next round reads them, and meanwhile the host
+asks their methods. So they verify in every second round, and the others do not wait for the host.
+
+Owns which sessions take part in such a round, and what is sent to an executor and comes back. Does not own what becomes
+of that (`core/plain_loop.py`). Invariant: a session's tokens are those of its own orders.
 """
 
 from __future__ import annotations
@@ -12,8 +16,13 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from specbranch.core.members import Member
-from specbranch.core.orders import Orders, Prefill, Span, TokenLogprobs
+from specbranch.core.orders import Branch, DraftOrder, Orders, Prefill, Reports, Span, TokenLogprobs, Verify
 from specbranch.errors import SpecBranchError
+
+# Sessions that decode plainly in such a round, at least, if others share it; and there are no fewer of them than of the
+# others. In a smaller batch all sessions are ordered one by one: that costs the host little, and the others verify in
+# every round.
+LEAST_PLAIN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +31,29 @@ class PlainOrders:
 
     texts: Mapping[int, Sequence[int]]  # the sessions' tokens; all but the last are computed
     going_on: Collection[int]  # sessions that decode at least one token more
-    prefills: Mapping[int, Prefill]  # of other sessions, in the same forward
+    others: Mapping[int, Orders]  # of other sessions: to verify, or else to prefill or to draft
+    heads: Mapping[int, Branch]  # of verify orders: see `Member.head`
     meanwhile: Callable[[], None]  # work of the host while the device computes
+
+    @property
+    def verifies(self) -> dict[int, Verify]:
+        """The verify orders; their rows are in the step that this round launches."""
+        return {session: order.verify for session, order in self.others.items() if order.verify}
+
+    @property
+    def prefills(self) -> dict[int, Prefill]:
+        """The target's prefill orders; their chunks are in the step that this round launches."""
+        return {session: order.prefill for session, order in self.others.items() if order.prefill}
+
+    @property
+    def drafts(self) -> dict[int, DraftOrder]:
+        """The draft orders, of this round."""
+        return {session: order.draft for session, order in self.others.items() if order.draft}
+
+    @property
+    def unverified(self) -> dict[int, Orders]:
+        """The other orders that this round answers."""
+        return {session: order for session, order in self.others.items() if not order.verify}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +64,11 @@ class PlainReports:
     span: Span
     ahead: bool  # the round was launched with the one before it
     launched: frozenset[int]  # sessions that have a row in the round that is launched now
-    reached: Mapping[int, int]  # how many tokens the target holds of prompts
-    failed: Mapping[int, SpecBranchError]
+    failed: Mapping[int, SpecBranchError]  # sessions that found no memory, whatever they ordered
     logprobs: Mapping[int, TokenLogprobs]  # of sessions that want them
+    others: Mapping[int, Reports]  # of prefill and draft orders
+    verified: Mapping[int, Reports]  # of verify orders of the round before, whose rows this round has read
+    verifying: frozenset[int]  # sessions whose verify order the next round answers, if nothing else comes before it
 
 
 @runtime_checkable
@@ -62,7 +94,8 @@ class PlainBatch:
     """The sessions of a round of plain decoding."""
 
     decoding: list[Member]
-    prefilling: list[Member]
+    prefilling: list[Member]  # one of both models has to prefill for what they want
+    others: list[Member]  # they want something else
     goes_on: bool = True  # False: read what is launched, and launch nothing behind it
 
 
@@ -73,30 +106,39 @@ class PlainRounds:
         able = isinstance(executor, DecodesPlainly) and executor.decodes_plainly
         self.executor = executor if isinstance(executor, DecodesPlainly) and able else None
         self.launched: frozenset[int] = frozenset()  # sessions whose next token is being computed
+        self.verifying: frozenset[int] = frozenset()  # sessions whose verify order is being computed with these
         self.has_failed = False  # a warning said so
+
+    def forget(self) -> None:
+        """Forget what is launched: its orders come again."""
+        self.launched = self.verifying = frozenset()
 
     def batch(self, live: Iterable[Member], chunked: bool) -> PlainBatch | None:
         """Return the sessions of the next round; None: it is none of plain decoding.
 
-        `chunked`: prompts are prefilled in chunks. If a session asks for something else, a round that is launched
-        already is read first, so that it is not in vain.
+        `chunked`: prompts are prefilled in chunks. If too many sessions ask for something else, a round that is
+        launched already is read first, so that it is not in vain.
         """
         if self.executor is None:
             return None
-        decoding, prefilling, others = list[Member](), list[Member](), False
+        decoding, prefilling, others, whole = list[Member](), list[Member](), list[Member](), False
         for member in live:
             if member.paused:
                 continue
-            if (member.decodes and member.prefill_done and member.plain_rounds > 1) or self._is_plain(member):
+            if member.session.number in self.verifying:
+                others.append(member)
+            elif (member.decodes and member.prefill_done and member.plain_rounds > 1) or self._is_plain(member):
                 decoding.append(member)
-            elif chunked and member.uncomputed and not member.draft_uncomputed:
-                prefilling.append(member)
+            elif not chunked:
+                whole = whole or member.uncomputed > 0  # its own orders prefill the whole prompt
+                others.append(member)
             else:
-                others = True
-        if others:
-            decoding = [member for member in decoding if member.session.number in self.launched]
-            prefilling = []
-        return PlainBatch(decoding, prefilling, not others) if decoding else None
+                (prefilling if member.uncomputed or member.draft_uncomputed else others).append(member)
+        asking = len(others) + sum([member.draft_uncomputed > 0 for member in prefilling])
+        if whole or (asking and len(decoding) < max(LEAST_PLAIN, asking)):
+            launched = [member for member in decoding if member.session.number in self.launched]
+            return PlainBatch(launched, [], [], goes_on=False) if launched else None
+        return PlainBatch(decoding, prefilling, others) if decoding else None
 
     def _is_plain(self, member: Member) -> bool:
         """True if a session asks for its next token alone, and the executor can decode it."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, takewhile
 
+from specbranch.core.costs import MOST_UNCOMPUTED
 from specbranch.core.draft_gain import draft_gain
 from specbranch.core.experience import Experience, Pace
 from specbranch.core.learning import Learning
@@ -36,6 +37,7 @@ LIGHT = 1.25  # … unless a step costs at most this many times the price of a s
 PLANNED_ROWS = 16  # rows that one verify of a session may have, the root's included
 GAIN_DEPTH = 8  # tokens of the longest chain by which the gain of a draft is expected
 GAIN_EVERY = 8  # observations after which that is computed anew
+CATCH_UP_ROWS = 32  # tokens that one step of a draft catches up with
 CATCH_UP = 4.0  # tokens of a round, about: what a draft has to catch up with is paid by the rounds that are left
 MUTE = 8  # unanswered orders in a row after which the draft counts as gone: the text may exceed its context
 
@@ -260,8 +262,14 @@ class Planner:
         return self._gain[1]
 
     def _lane_offer(self, gains: list[float], uncomputed: int) -> LaneOffer:
-        once = min(max(ONCE, CATCH_UP / max(self._room, 1)), 1.0)
+        once = share_of_catching_up(self._room)
         return LaneOffer(tuple(gains), uncomputed, self.rate, self.costs, self._context, once)
+
+    def catch_up_seconds(self, uncomputed: int) -> float:
+        """Return the seconds of catching up with so many tokens, for which the draft was not asked."""
+        if uncomputed <= MOST_UNCOMPUTED or not self.knows_draft:
+            return 0.0
+        return -(-uncomputed // CATCH_UP_ROWS) * self.costs.draft_seconds(CATCH_UP_ROWS)
 
     def plan_draft_before_verify(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:
         """Plan how the draft extends the tree while the target waits; None: verify the tree as it is."""
@@ -372,6 +380,11 @@ class Planner:
             self._unanswered = 0 if answered else self._unanswered + 1
         seconds = self.experience.record_forwards(orders, reports, waited, self._batch_size)
         self._pace.add(emitted, seconds / self._slowdown)
+
+
+def share_of_catching_up(room: float) -> float:
+    """Return the share of catching up that each round has to pay if so many tokens may still come."""
+    return min(max(ONCE, CATCH_UP / max(room, 1)), 1.0)
 
 
 def _affordable_widths(steps: tuple[float, ...], free_time: float) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ from specbranch.core.costs import MeasuredCosts, seconds_at
 from specbranch.core.market import MOST_LANES, MOST_ROWS
 from specbranch.core.members import Member
 from specbranch.core.orders import Orders, Span, Verify
+from specbranch.core.round_clock import RoundClock
 from specbranch.core.runner import TimesForwards
 
 # Prompt tokens may make the gap between two tokens of a decoding session this many times as long. The aim is a gap at
@@ -153,6 +154,7 @@ class PromptCosts:
         self._without_prompts = 0  # rounds in a row
         self._ended: float | None = None  # when the last round of the target ended
         self.tokens_ahead = 0  # prompt tokens of a step that was launched ahead; the next gap includes them
+        self.clock = RoundClock()
 
     def pause(self) -> None:
         """Note an idle pause: the time to the next round is no gap."""
@@ -168,6 +170,9 @@ class PromptCosts:
         read = sum(prompt.read for prompt in span.prompts.values())
         tokens, self.tokens_ahead = self.tokens_ahead + (0 if ahead else read), read if ahead else 0
         before, self._ended = self._ended, now
+        if decodes:
+            factor = self._costs.factor if self._costs is not None else 1.0
+            self.clock.end_round(None if tokens or before is None else (now - before) / factor)
         if before is None or not decodes:
             return
         self._without_prompts = 0 if tokens else self._without_prompts + 1

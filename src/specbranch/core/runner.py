@@ -323,15 +323,29 @@ class ReceivesTrees(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyWork:
+    """New nodes of sequences that do not decode plainly, and the trials on them, for a plain decode step of others."""
+
+    work: Sequence[Feed]
+    trials: Sequence[Trial]
+
+    @property
+    def rows(self) -> int:
+        """How many rows the step gets."""
+        return sum([len(feed.tokens) for feed in self.work])
+
+
+@dataclass(frozen=True, slots=True)
 class PlainStep:
     """A plain decode step of several sequences that a device computes, while the next one waits behind it."""
 
     sampled: Callable[[], dict[int, int]]  # waits for the device; the sampled token by sequence
-    rows: int  # of this step
+    rows: int  # of this step, those of verify orders included
     ahead: bool  # it was launched before it was asked for
     launched: frozenset[int]  # sequences that have a row in the next step
     failed: Mapping[int, SpecBranchError]  # sequences that found no memory
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # of requests that want them, once sampled
+    verdicts: Verdicts | None = None  # on the trials whose rows are in the next step; None: it has none
 
 
 @runtime_checkable
@@ -342,15 +356,18 @@ class DecodesBatches(Protocol):
         """True if the device samples the token behind `length` tokens by itself; it does so for all later ones, too."""
         ...
 
-    def fits(self, texts: Mapping[int, Sequence[int]]) -> bool:
-        """True if a step takes all these sequences, and so does the one behind it."""
+    def fits(self, texts: Mapping[int, Sequence[int]], verify: VerifyWork | None = None) -> bool:
+        """True if a step takes all these sequences, and the one behind it takes them and `verify`."""
         ...
 
-    def decode(self, texts: Mapping[int, Sequence[int]], going_on: Collection[int]) -> PlainStep | None:
+    def decode(
+        self, texts: Mapping[int, Sequence[int]], going_on: Collection[int], verify: VerifyWork | None = None
+    ) -> PlainStep | None:
         """Decode one token of each sequence; `going_on`: those that decode one more behind it, unless it ends them.
 
         All tokens of a text but the last are computed. Sequences that have no row in the step that was launched ahead
-        get one in the next, and no token now. None: this has to be ordered otherwise.
+        get one in the next, and no token now. `verify`: rows of other sequences for the next step. They need none of
+        its own rows, so a step without rows of texts is not launched for them. None: this has to be ordered otherwise.
         """
         ...
 

@@ -28,6 +28,7 @@ from specbranch.core.orders import (
     Verify,
 )
 from specbranch.core.request import Request
+from specbranch.core.round_clock import RoundClock
 from specbranch.core.sending import SendingLater
 from specbranch.core.stats import Stats
 from specbranch.core.trees import Growth, Tree
@@ -58,6 +59,7 @@ class Session:
         self.stats = Stats()
         self.on_round: RoundWatcher | None = None
         self.batch_size = 1  # live sessions, itself included
+        self.clock = RoundClock()  # that of its loop
         self.now = 0.0  # when its last round ended, on the executor's clock
         self.launched = False  # a device computes its next token already
         self.waited = 0.0  # seconds of rounds that ran without it; see `take_waited`

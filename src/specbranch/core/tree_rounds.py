@@ -30,7 +30,8 @@ def decode_tree(session: Session, planner: Planner) -> MethodRounds:
     # Prefill of the draft waits for its first order if none is likely: in a batch, or where drafting does not pay.
     ways = WayChoice(planner)
     drafts_first = session.batch_size == 1 and ways.drafts_first(len(session.tokens))
-    yield from prefill(session, planner.experience.has_draft and drafts_first)
+    with_draft = planner.experience.has_draft and drafts_first
+    yield from prefill(session, with_draft, goes_on=ways.joins_plainly(session))
     deferred = Deferred()
     try:
         yield from _decode(session, planner, ways, deferred)
@@ -42,8 +43,9 @@ def _decode(session: Session, planner: Planner, ways: WayChoice, deferred: Defer
     """Decode behind the first token, a plain or a planned round at a time."""
     tree = NO_TREE
     while not session.finished:
-        batch_size, last_end, emitted = session.batch_size, session.now, session.stats.emitted
-        way = ways.choose(len(session.tokens), batch_size, tree, session.unsent, session.room)
+        batch_size, since = session.batch_size, session.clock.rounds
+        last_end, emitted = session.now, session.stats.emitted
+        way = ways.choose(session, tree)
         goes_on = way == "plain"
         if session.launched and batch_size == 1:  # its next token is being computed; a plan comes behind it
             way = "plain"
@@ -59,7 +61,7 @@ def _decode(session: Session, planner: Planner, ways: WayChoice, deferred: Defer
             tree, planned = yield from _planned_round(session, planner, tree, deferred)
         tokens, seconds = session.stats.emitted - emitted, session.now - last_end
         deferred.add(_count_arm, session, planner, planned, tokens, seconds)
-        ways.record_round(batch_size, way, tokens, seconds)
+        ways.record_round(batch_size, way, tokens, seconds, since=since)
     deferred.add(session.stats.abandon_tree, tree)
 
 
@@ -135,9 +137,9 @@ def _plain_rounds_in_batch(session: Session, ways: WayChoice, planner: Planner, 
     The loop may make several rounds before it reports. If the request ends meanwhile, this generator is closed, and
     what it has seen still counts.
     """
-    batch_size, last_end, stats = session.batch_size, session.now, session.stats
+    batch_size, last_end, stats, since = session.batch_size, session.now, session.stats, session.clock.rounds
     emitted = stats.emitted
-    rounds = min(ways.plain_rounds(batch_size), session.room)
+    rounds = min(ways.plain_rounds(session), session.room)
     try:
         reports = yield Orders(verify=session.verify_plainly(), deferred=deferred, plain_rounds=rounds)
         deferred.run()
@@ -150,7 +152,7 @@ def _plain_rounds_in_batch(session: Session, ways: WayChoice, planner: Planner, 
             seconds = session.now - last_end
             for arms in (stats.arms, planner.experience.arms):
                 arms.add("plain", Arm(made, made, seconds))
-            ways.record_round(batch_size, "plain", made, seconds, made)
+            ways.record_round(batch_size, "plain", made, seconds, made, since)
 
 
 def _if_room(session: Session, growth: Growth | None) -> Growth | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from specbranch.core.goodput import Way
+from specbranch.core.goodput import Outlook, Way
 from specbranch.core.learning import LookedUp
 from specbranch.core.market import pays_alone
-from specbranch.core.planner import Planner
+from specbranch.core.planner import Planner, share_of_catching_up
+from specbranch.core.session import Session
 from specbranch.core.trees import NO_TREE, Tree, match_class
 
 MODELLED_CHAIN = 6  # tokens of the longest chain by which the goodput of drafting in a batch is expected
@@ -25,52 +26,64 @@ class WayChoice:
         self._planner, self._experience, self._costs = planner, planner.experience, planner.costs
         self.looked_up: LookedUp | None = None  # what lookup would have proposed in a plain round of a lone session
 
-    def choose(self, context: int, batch_size: int, tree: Tree, uncomputed: int, room: int) -> Way:
-        """Choose how to decode the next round, after `context` tokens; a planned one starts with that.
+    def choose(self, session: Session, tree: Tree) -> Way:
+        """Choose how a session decodes its next round; a planned one starts with that.
 
         In a batch the choice goes by goodput. A lone session plans unless a plan would do nothing.
         """
+        batch_size = session.batch_size
         if batch_size > 1 and not self._costs.prices_all:
-            way = self._experience.goodput.choose(batch_size, partial(self._expected_rates, batch_size))
+            expected = partial(self._outlook, session)
+            way = self._experience.goodput.choose(batch_size, session.clock, expected)
             if way == "plain":
                 return way
-        self._planner.begin(context, batch_size, room)
-        return "plain" if batch_size == 1 and tree == NO_TREE and self._nothing_pays(uncomputed) else "planned"
+        self._planner.begin(len(session.tokens), batch_size, session.room)
+        return "plain" if batch_size == 1 and tree == NO_TREE and self._nothing_pays(session.unsent) else "planned"
 
     def drafts_first(self, context: int) -> bool:
         """True if a lone session is likely to draft behind its prompt; so the draft prefills the prompt at once."""
         self._planner.begin(context)
         return not self._planner.knows_draft or pays_alone(self._planner.first_offer(1.0, 1))
 
-    def plain_rounds(self, batch_size: int) -> int:
-        """Return how many plain rounds a batch makes before the choice is looked at again."""
-        return 1 if self._costs.prices_all else self._experience.goodput.rounds_left(batch_size)
+    def joins_plainly(self, session: Session) -> bool:
+        """True if a session joins a batch that decodes plainly."""
+        return session.batch_size > 1 and self._experience.goodput.is_plain(session.clock)
 
-    def record_round(self, batch_size: int, way: Way, tokens: int, seconds: float, rounds: int = 1) -> None:
-        """Learn from whole rounds: their goodput in a batch; of a lone session, what drafting brought."""
+    def plain_rounds(self, session: Session) -> int:
+        """Return how many plain rounds its batch makes before the choice is looked at again."""
+        return 1 if self._costs.prices_all else self._experience.goodput.rounds_left(session.clock)
+
+    def record_round(
+        self, batch_size: int, way: Way, tokens: int, seconds: float, rounds: int = 1, since: int = 0
+    ) -> None:
+        """Learn from whole rounds: their goodput in a batch; of a lone session, what drafting brought.
+
+        `since`: the round of the loop behind which the first of them came.
+        """
         planner, costs = self._planner, self._costs
         plain = planner.target_seconds(1) + costs.gap("plain") if batch_size == 1 else seconds
         planner.learning.end_round(batch_size, planner.rate, seconds - plain)
         if batch_size > 1 and not costs.prices_all:
-            expected = partial(self._expected_rates, batch_size)
-            self._experience.goodput.record(batch_size, way, tokens, seconds / costs.factor, expected, rounds)
+            self._experience.goodput.record(batch_size, since, way, tokens, rounds)
 
-    def _expected_rates(self, batch_size: int) -> dict[Way, float]:
-        """Return the tokens a second that the model expects of one session, plain and planned, on a machine as fast
-        as at load."""
+    def _outlook(self, session: Session, batch_size: int) -> Outlook:
+        """Return what the model expects of a session among others like it, on a machine as fast as at load."""
         costs, insight = self._costs, self._experience.insight
         plain = costs.target_seconds(batch_size) + costs.gap("plain", batch_size)
         if not costs.knows_target:
-            return {"plain": 1.0, "planned": 1.0 if self._experience.has_draft else 0.0}
+            return Outlook({"plain": 1.0, "planned": 1.0 if self._experience.has_draft else 0.0})
         looked = insight.looked_tokens
         rows = round(batch_size * (1.0 + 2.0 * looked))
         found = (1.0 + looked) / (costs.target_seconds(rows) + costs.gap("lookup", batch_size))
         right = min(insight.hits.shares()[0], 0.99)
+        once = self._planner.catch_up_seconds(session.unsent) * batch_size
+        paid = once * share_of_catching_up(session.room)
         for length in range(1, MODELLED_CHAIN + 1) if self._planner.knows_draft else ():
-            seconds = costs.draft_setup + length * costs.draft_seconds(batch_size)
+            seconds = paid + costs.draft_setup + length * costs.draft_seconds(batch_size)
             seconds += costs.target_seconds(batch_size * (1 + length)) + costs.host_of_drafting(batch_size)
             found = max(found, (1.0 - right ** (length + 1)) / (1.0 - right) / seconds)
-        return {"plain": costs.factor / max(plain, 1e-12), "planned": costs.factor * found}
+        rates: dict[Way, float] = {"plain": costs.factor / max(plain, 1e-12), "planned": costs.factor * found}
+        return Outlook(rates, once / costs.factor)
 
     def _nothing_pays(self, uncomputed: int) -> bool:
         """True if a plan of a lone session would neither draft nor verify looked-up tokens."""

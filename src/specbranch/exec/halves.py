@@ -7,6 +7,7 @@ a report.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
@@ -196,7 +197,10 @@ def _noted_by(now: Callable[[], float]) -> Note:
 
 
 class DecodesWithTarget:
-    """Rounds of plain decoding of an executor: its target makes them, the draft takes no part (`DecodesPlainly`)."""
+    """Rounds of plain decoding of an executor (`DecodesPlainly`): its target makes them.
+
+    Meanwhile the draft works for sessions that do not decode plainly.
+    """
 
     target: Verifier
     now: Callable[[], float]
@@ -211,14 +215,47 @@ class DecodesWithTarget:
         return self.target.decodes(session, length)
 
     def decode(self, orders: PlainOrders) -> PlainReports | None:
-        """Run a round of plain decoding; None: it has to be ordered."""
+        """Run a round of plain decoding, with the orders of other sessions; None: it has to be ordered."""
         timed = Stretch(self.target, self.now)
         started = self.target.decode(orders)
         if started is None:
             return None
         orders.meanwhile()
+        made = self.draft_meanwhile(orders.drafts) if orders.drafts else NOTHING_MADE
         step = started.step
         tokens = step.sampled()
+        verdicts = self.target.judge(started.verified, {}) if started.verified else {}
         timed.end()
-        span, logprobs = timed.span(), step.logprobs
-        return PlainReports(tokens, span, step.ahead, step.launched, started.reached, started.failed, logprobs)
+        span, others = timed.span(), orders.unverified
+        drafted = reports_of(others, made.drafted, {}, started.failed, made.span, span, made.lost, started.reached)
+        verified = _verdict_reports(started.verified, verdicts, span)
+        return PlainReports(
+            tokens, span, step.ahead, step.launched, started.failed, step.logprobs, drafted, verified, started.launched
+        )
+
+    def draft_meanwhile(self, drafts: dict[int, DraftOrder]) -> Made:
+        """Draft while the target works."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What the draft made in a round of plain decoding, and which sessions have no draft."""
+
+    drafted: Mapping[int, Drafted]
+    span: Span | None = None
+    lost: Container[int] = ()
+
+
+NOTHING_MADE = Made({})
+
+
+def _verdict_reports(scored: Scored | None, verdicts: Mapping[int, Verdict], span: Span) -> dict[int, Reports]:
+    """Return the reports of verify orders in a decode step that was read."""
+    trials = [trial for trial in scored.judged if trial.seq not in scored.freed] if scored else []
+    return {
+        trial.seq: Reports(verdict=verdicts[trial.seq], verifying=span)
+        if trial.seq in verdicts
+        else Reports(verifying=span, error=not_finite("the target"))
+        for trial in trials
+    }

@@ -26,6 +26,7 @@ from specbranch.exec.child_answers import Asked, BadAnswer
 from specbranch.exec.child_speed import ChildLimits, ChildSpeed, amount_of
 from specbranch.exec.halves import (
     DecodesWithTarget,
+    Made,
     Stretch,
     kv_slots_of,
     parted,
@@ -197,6 +198,13 @@ class Process(DecodesWithTarget):
         lost = drafts if answer.made is None else ()
         made, failed, spans = answer.made or {}, started.failed, (answer.span, timed.span())
         return reports_of(orders, made, verdicts, failed, *spans, lost, started.reached)
+
+    def draft_meanwhile(self, drafts: dict[int, DraftOrder]) -> Made:
+        """Let the child draft while the target makes a round of plain decoding."""
+        work = self._begin(drafts)
+        self._await(work, _is_made)
+        answer = _in_time(work)
+        return Made(answer.made or {}, answer.span, drafts if answer.made is None else ())
 
     def kv_slots(self) -> tuple[KVSlots, ...]:
         """Return the KV slots of the target, if it counts them; those of the child are unknown here."""

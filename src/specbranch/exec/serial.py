@@ -22,6 +22,7 @@ from specbranch.core.warm_up import warming
 from specbranch.exec.drafter import Announce, Drafter
 from specbranch.exec.halves import (
     DecodesWithTarget,
+    Made,
     Stretch,
     Verifying,
     kv_slots_of,
@@ -70,6 +71,11 @@ class Serial(DecodesWithTarget):
         verdicts = verifying.judged(partial(self._read_ahead, verifies))
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)
+
+    def draft_meanwhile(self, drafts: dict[int, DraftOrder]) -> Made:
+        """Draft while the target makes a round of plain decoding; a tree stays with the draft until it is ordered."""
+        made, timed = self._drafted(drafts, never, _ignore)
+        return Made(made, timed.span() if timed else None, self._without)
 
     def kv_slots(self) -> tuple[KVSlots, ...]:
         """Return the KV slots of each model that counts them."""
@@ -151,6 +157,10 @@ class Serial(DecodesWithTarget):
                 "The draft failed (%s); %d request(s) go on without it, in plain decoding.", said, len(sessions)
             )
             return nothing
+
+
+def _ignore(heads: Mapping[int, Branch]) -> None:
+    """Ignore announced heads: they are in the answer, too."""
 
 
 def draft_or_whole(

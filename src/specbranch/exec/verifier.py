@@ -25,6 +25,7 @@ from specbranch.core.runner import (
     Runner,
     Trial,
     Verdicts,
+    VerifyWork,
 )
 from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT
@@ -46,6 +47,7 @@ class Scored:
     verdicts: Verdicts
     waiting: tuple[Trial, ...]
     last: Verdicts | None = None  # of the waiting trials, once their heads are known
+    freed: frozenset[int] = frozenset()  # sessions whose sequences are gone
 
     @property
     def ready(self) -> bool:
@@ -67,11 +69,16 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PlainDecoding:
-    """A round of plain decoding, running: its step, how far prompts are prefilled, and who found no memory."""
+    """A round of plain decoding, running: its step, how far prompts are prefilled, and who found no memory.
+
+    `verified`: verify orders whose rows are in the step; `launched`: those whose rows are in the next one.
+    """
 
     step: PlainStep
     reached: dict[int, int]
     failed: dict[int, SpecBranchError]
+    verified: Scored | None
+    launched: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,13 @@ class Verifier(Worker):
         self.forecaster = forecaster
         self._receives = runner if isinstance(runner, ReceivesTrees) else None
         self._batches = runner if isinstance(runner, DecodesBatches) else None
+        self._launched: Scored | None = None  # verify orders in a decode step that is launched, and not read yet
+
+    def free(self, session: int) -> None:
+        """Free a session's KV cache; its verify order in flight gets no verdict."""
+        super().free(session)
+        if self._launched is not None:
+            self._launched = replace(self._launched, freed=self._launched.freed | {session})
 
     @property
     def begun(self) -> Callable[[], float] | None:
@@ -115,6 +129,7 @@ class Verifier(Worker):
         orders takes their chunks along. If a prompt takes a page of the prefix cache that a verify order writes to, the
         copy of that page may find no memory; then the whole round raises `PoolFull`.
         """
+        self._launched = None  # their orders come again
         forward, failed = self._planned(orders, heads)
         reached, short = self.prefill(reads)
         scored = self._scored(forward) if orders else None
@@ -135,16 +150,30 @@ class Verifier(Worker):
         return self._batches.decodes(session, length)
 
     def decode(self, orders: PlainOrders) -> PlainDecoding | None:
-        """Start a round of plain decoding, together with the prefill of other sessions; None: it has to be ordered."""
-        if self._batches is None or not self._batches.fits(orders.texts):
+        """Start a round of plain decoding, together with orders of other sessions; None: it has to be ordered.
+
+        Verify orders get memory before prompts, as in `start`. Their rows go with the step that is launched now, and
+        the next call reads that one. If it does not come, the same orders can be carried out again.
+        """
+        verified, self._launched = self._launched, None
+        if self._batches is None:
+            return None
+        forward, failed = self._planned(orders.verifies, orders.heads)
+        trials = (*forward.judged, *forward.guessed)
+        verify = VerifyWork(forward.work, trials) if trials else None
+        if not self._batches.fits(orders.texts, verify):
             return None
         reached, short = self.prefill(orders.prefills)
-        step = self._batches.decode(orders.texts, orders.going_on)
+        step = self._batches.decode(orders.texts, orders.going_on, verify)
         if step is None:
             return None
         self.runner.flush()  # if no step was launched, none has taken the chunks
         self.rows_fed += step.rows
-        return PlainDecoding(step, reached, {**short, **step.failed})
+        launched: frozenset[int] = frozenset()
+        if step.verdicts is not None:
+            self._launched = Scored(forward.judged, forward.guessed, step.verdicts, ())
+            launched = frozenset([trial.seq for trial in forward.judged])
+        return PlainDecoding(step, reached, {**short, **step.failed, **failed}, verified, launched)
 
     def score(
         self, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None = None
@@ -226,7 +255,7 @@ class Verifier(Worker):
         sound = [
             (trial, one)
             for trial, one in zip((*scored.judged, *scored.waiting), judged, strict=True)
-            if _is_finite(one, said.get(trial.seq, ()))
+            if trial.seq not in scored.freed and _is_finite(one, said.get(trial.seq, ()))
         ]
         verdicts = {t.seq: self._verdict(t, one, tuple(said.get(t.seq, ()))) for t, one in sound}
         if on_verdicts is not None:

@@ -2,14 +2,16 @@
 
 Owns which rows are sampled inside a CUDA graph and which behind it, and how results become proposals and verdicts. A
 graph samples by temperature and noise itself. Other sampling parameters, the ratio rule and log-probabilities are
-computed behind the graph. Does not own the launch (`launching.py`). Invariant: an answer depends on the tokens up to
-its node and on its request only, not on whether other rows are sampled inside the graph or behind it.
+computed behind the graph. Verify orders may share a plain decode step of other sequences (`Beside`). Does not own the
+launch (`launching.py`). Invariant: an answer depends on the tokens up to its node and on its request only, not on
+whether other rows are sampled inside the graph or behind it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -19,16 +21,18 @@ import torch
 from torch import Tensor
 
 from specbranch.core.request import Spot
-from specbranch.core.runner import NO_TOKEN, Ask, Feed, Judged, Proposal, Trial, Verdicts
+from specbranch.core.runner import NO_TOKEN, Ask, Feed, Judged, Proposal, Trial, Verdicts, VerifyWork
 from specbranch.core.slots import ROOT
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import Rows
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.choice import Chooser
+from specbranch.models.gpu.decode_rows import VerifyRows
 from specbranch.models.gpu.early_starts import EarlyStarts
 from specbranch.models.gpu.launching import StepHost, StepLauncher, wide
-from specbranch.models.gpu.layout import CONFIDENCE, MOST_STEP_ROWS
+from specbranch.models.gpu.layout import CONFIDENCE, MOST_STEP_ROWS, Choosing
+from specbranch.models.gpu.step import Ran
 from specbranch.models.runners.sequences import Sequences
 from specbranch.models.runners.torch_runner import ProbeNetwork
 from specbranch.models.sampling import sample, verdict
@@ -62,6 +66,16 @@ class AnswerHost(StepHost, Protocol):
     def hold(self, work: Sequence[Feed], block: Tensor, states: Tensor | None) -> None:
         """Keep the rows of a forward, as later calls may need them."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Verify orders whose rows come behind those of a plain decode step."""
+
+    verify: VerifyWork
+    spots: list[Spot]
+    rows: VerifyRows
+    row_numbers: list[list[int]] | None  # of each trial, among `rows`; None: it is judged behind the graph
 
 
 class Answers:
@@ -139,6 +153,33 @@ class Answers:
 
         return Verdicts(judged, results.ready)
 
+    def beside(self, verify: VerifyWork, rows: list[Rows], layers: int) -> Beside:
+        """Prepare verify orders for a plain decode step; `rows`: those of their new nodes. `layers` as for `verify`."""
+        work, trials = verify.work, verify.trials
+        spots = [spot for trial in trials for spot in self._spots_of(trial)]
+        row_numbers = None if layers else self._chosen_rows(work, rows, trials, spots)
+        choosing = None if row_numbers is None else _choosing(rows, trials, spots, row_numbers)
+        return Beside(verify, spots, VerifyRows(rows, choosing), row_numbers)
+
+    def verdicts_beside(self, beside: Beside, ran: Ran, results: Reading, first: int) -> Verdicts:
+        """Judge verify orders whose step was launched; their rows come behind its `first` rows.
+
+        `results`: of all rows of the step, in flight. The next step may begin with the tokens that this one sampled, so
+        these stay.
+        """
+        row_numbers, trials = beside.row_numbers, beside.verify.trials
+        if row_numbers is not None:
+            return Verdicts(lambda: _judged(row_numbers, results()[first:]), results.ready)
+        if end := len(beside.rows):
+            states = None if ran.states is None else ran.states[first : first + end].clone()
+            self._host.hold(beside.verify.work, wide(ran.logits[first : first + end]), states)
+        picks = self._launcher.graphs.step.picks
+        kept = picks.clone()
+        try:
+            return self._judged_behind(trials, self._launcher.up(self._judging(trials, beside.spots)))
+        finally:
+            picks.copy_(kept)
+
     def _launch(self, work: Sequence[Feed], rows: list[Rows], arrays: Arrays, layers: int) -> Asked:
         """Copy everything up, start the forward, and keep its rows; returns the arrays as tensors of the device."""
         if not rows:
@@ -186,10 +227,7 @@ class Answers:
         if taken is not None:
             return taken
         launcher = self._launcher
-        choosing = asking.choosing_of(
-            sum(len(part.tokens) for part in rows), zip(chain(*row_numbers), spots, strict=True)
-        )
-        asking.lead(choosing, trials, row_numbers)
+        choosing = _choosing(rows, trials, spots, row_numbers)
         results = launcher.read_later(launcher.start_with_prefill(rows, choosing), len(choosing.said))
         self._early.begun = launcher.started
         return results
@@ -198,15 +236,19 @@ class Answers:
         self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], layers: int
     ) -> Verdicts:
         """Judge trials behind the graph, with all sampling parameters and rules."""
-        launcher, sampler = self._launcher, self._host.sampler
         self._host.drop_ahead()
         self._host.flush()
-        arrays = {**sampler.picking(spots), **verdict.judging(trials, spots)} if trials else {}
-        if trials:
-            arrays["choice"] = np.stack(asking.choosing_of(len(spots), enumerate(spots)))
-        sent = self._launch(work, rows, arrays, layers)
-        if not trials:
-            return Verdicts(list, launcher.transfer.passed())
+        sent = self._launch(work, rows, self._judging(trials, spots) if trials else {}, layers)
+        return self._judged_behind(trials, sent) if trials else Verdicts(list, self._launcher.transfer.passed())
+
+    def _judging(self, trials: Sequence[Trial], spots: Sequence[Spot]) -> Arrays:
+        """Return the arrays by which trials are judged behind a graph."""
+        choice = np.stack(asking.choosing_of(len(spots), enumerate(spots)))
+        return {**self._host.sampler.picking(spots), **verdict.judging(trials, spots), "choice": choice}
+
+    def _judged_behind(self, trials: Sequence[Trial], sent: Asked) -> Verdicts:
+        """Judge trials whose rows are kept; `sent`: the arrays of `_judging` on the device."""
+        launcher, sampler = self._launcher, self._host.sampler
         top = max((trial.logprobs for trial in trials if trial.logprobs is not None), default=None)
         of_trials = [
             self._host.row(trial.seq, trial.node(index)) for trial in trials for index in range(ROOT, len(trial.nodes))
@@ -244,6 +286,16 @@ class Answers:
             return None
         seen = torch.stack([torch.zeros_like(like) if state is None else state for state in states])
         return network(torch.cat((seen, self._decoder.embedding[tokens]), dim=-1))
+
+
+def _choosing(
+    rows: Sequence[Rows], trials: Sequence[Trial], spots: Sequence[Spot], row_numbers: Sequence[Sequence[int]]
+) -> Choosing:
+    """Return the numbers by which a graph judges trials; `row_numbers`: their rows."""
+    count = sum([len(part.tokens) for part in rows])
+    choosing = asking.choosing_of(count, zip(chain(*row_numbers), spots, strict=True))
+    asking.lead(choosing, trials, row_numbers)
+    return choosing
 
 
 def _judged(rows: Sequence[Sequence[int]], results: np.ndarray) -> list[Judged]:

@@ -1,7 +1,8 @@
 """The rows of a plain decode step: one for each sequence, packed as arrays, not sequence by sequence.
 
-Owns the packing of such a step. Does not own the sections (`layout.py`), or which sequences decode
-(`plain_decode.py`). Invariant: a packed step is the one that `layout.pack` makes of the same rows.
+Owns the packing of such a step; rows of verify orders of other sequences may come behind its own. Does not own the
+sections (`layout.py`), or which sequences decode (`plain_decode.py`). Invariant: a packed step is the one that
+`layout.pack` makes of the same rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from specbranch.core.noise import keys
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.models.cache.kv_memory import Table
-from specbranch.models.forward.step_rows import GROUP_POSITIONS, ChunkRows
+from specbranch.models.forward.step_rows import GROUP_POSITIONS, ChunkRows, Rows
 from specbranch.models.gpu.layout import (
     ALL_ROWS,
     COUNTS_SECTION,
@@ -30,12 +31,15 @@ from specbranch.models.gpu.layout import (
     SMALLEST_BUCKET,
     USED_COUNT,
     Bucket,
+    Choosing,
     blank_step,
     packed_size,
     padded_bucket,
     section_of,
     sections_of,
+    write_choosing,
     write_chunks,
+    write_rows,
 )
 from specbranch.models.sampling.sheet import COLDEST, is_penalised
 
@@ -57,6 +61,20 @@ class DecodeRow:
         cut = not self.request.greedy and (params.top_k is not None or params.top_p < 1.0 or params.min_p > 0.0)
         edited = is_penalised(params) or bool(params.logit_bias) or params.min_tokens > 0
         return cut or edited or params.logprobs is not None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRows:
+    """Rows of verify orders in a decode step; `choosing`: how the step samples them, if it judges them itself."""
+
+    parts: Sequence[Rows]
+    choosing: Choosing | None
+
+    def __len__(self) -> int:
+        return sum([len(part.tokens) for part in self.parts])
+
+
+NO_VERIFY_ROWS = VerifyRows((), None)
 
 
 class DecodeRows:
@@ -107,30 +125,38 @@ class DecodeRows:
         least: Bucket = SMALLEST_BUCKET,
         chunks: Sequence[ChunkRows] = (),
         tile_rows: int = LEAST_TILE_ROWS,
+        verify: VerifyRows = NO_VERIFY_ROWS,
     ) -> tuple[np.ndarray, Bucket]:
-        """Pack the step; arguments as for `layout.pack`."""
+        """Pack the step; arguments as for `layout.pack`. `verify`: rows behind these."""
         rows, positions = len(self.rows), self.positions
-        bucket = padded_bucket(rows, rows == 1, least, sum([len(chunk.tokens) for chunk in chunks]))
+        sampled = rows + len(verify)
+        bucket = padded_bucket(sampled, sampled == 1, least, sum([len(chunk.tokens) for chunk in chunks]))
         fixed, tables = packed_size(bucket), self._page_tables()
-        of_chunks = [chunk.table.pages[: -(-(chunk.start + len(chunk.tokens)) // PAGE)] for chunk in chunks]
-        packed = np.empty(fixed + len(tables) + sum(map(len, of_chunks)), dtype=np.int32)
+        others: list[Rows | ChunkRows] = [*verify.parts, *chunks]
+        of_others = [part.table.pages[: -(-(part.start + len(part.tokens)) // PAGE)] for part in others]
+        ends = list(accumulate(map(len, of_others), initial=len(tables)))
+        packed = np.empty(fixed + ends[-1], dtype=np.int32)
         packed[:fixed] = blank_step(bucket, spare)
         packed[fixed : fixed + len(tables)] = tables
+        packed[fixed + len(tables) :] = list(chain.from_iterable(of_others))
         all_rows, per_row, groups, own = sections_of(packed, bucket)
         shared = np.maximum((positions & -GROUP_POSITIONS) - GROUP_POSITIONS, 0)
         all_rows[0, :rows], all_rows[1, :rows] = self.tokens, positions
         per_row[0, :rows], per_row[1, :rows] = shared, positions - shared + 1
         all_rows[2, :rows] = self._write_paths(own, shared)
-        own[rows:] = spare
+        own[sampled:] = spare
         groups[:rows, 0], groups[:rows, 1], groups[:rows, 2] = np.arange(rows), 1, self._begins[:rows]
         self._write_sampling(per_row)
+        if verify.parts:
+            write_rows(verify.parts, packed, bucket, ends, rows)
+        if verify.choosing is not None:
+            write_choosing(verify.choosing, packed, bucket, rows)
         counts = section_of(packed, bucket, COUNTS_SECTION)
-        counts[SHARED_COUNT], counts[SAMPLED_COUNT] = shared.max(), rows
+        counts[SHARED_COUNT], counts[SAMPLED_COUNT] = per_row[0, :sampled].max(), sampled
         if chunks:
-            ends = list(accumulate(map(len, of_chunks), initial=len(tables)))
-            packed[fixed + len(tables) :] = list(chain.from_iterable(of_chunks))
             counts[LONGEST_COUNT] = max([chunk.start + len(chunk.tokens) for chunk in chunks])
-            counts[USED_COUNT] = write_chunks(chunks, bucket, ends, all_rows, packed, tile_rows)
+            begins = ends[len(verify.parts) :]
+            counts[USED_COUNT] = write_chunks(chunks, bucket, begins, all_rows, packed, tile_rows)
         return packed, bucket
 
     def _page_tables(self) -> np.ndarray:

@@ -23,7 +23,7 @@ from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import ChunkRows, Rows, split_into_steps
 from specbranch.models.forward.transfer import Reading, Transfer
 from specbranch.models.gpu.attention import chunk_tile_rows, most_partial_rows
-from specbranch.models.gpu.decode_rows import DecodeRows
+from specbranch.models.gpu.decode_rows import NO_VERIFY_ROWS, DecodeRows, VerifyRows
 from specbranch.models.gpu.layout import (
     CHUNK_STEP_ROWS,
     GROUP_ROWS,
@@ -150,21 +150,26 @@ class StepLauncher:
             len(choosing.said), lambda chunks: self.start(rows, choosing, 1, timed=timed, chunks=chunks)
         )
 
-    def launch_decode(self, rows: DecodeRows) -> tuple[Ran, Tensor]:
-        """Launch a plain decode step, which also computes prefill that was put off.
+    def launch_decode(
+        self, rows: DecodeRows, verify: VerifyRows = NO_VERIFY_ROWS, layers: int = 0
+    ) -> tuple[Ran, Tensor]:
+        """Launch a plain decode step with rows of verify orders; it also computes prefill that was put off.
 
-        Returns its results, and the section of its sampling numbers.
+        `layers`: how many layers' hidden states come back. Then prefill is computed before it: steps with both are not
+        captured. Returns its results, and the section of its sampling numbers.
         """
         self.up({})  # pending moves come first
+        if layers:
+            self._host.flush()
         least, spare = self.graphs.step.least, self.spare
         buckets: list[Bucket] = []
 
         def run(chunks: Sequence[ChunkRows]) -> Ran:
-            packed, bucket = rows.pack(spare, least, chunks, self._tile_rows)
+            packed, bucket = rows.pack(spare, least, chunks, self._tile_rows, verify)
             buckets.append(bucket)
-            return self.run_packed(packed, bucket, None, 1)
+            return self.run_packed(packed, bucket, None, 1, layers=layers)
 
-        ran = self._with_prefill(len(rows), run)
+        ran = self._with_prefill(len(rows) + len(verify), run)
         choosing = views(self.graphs.input, buckets[-1]).choosing
         assert choosing is not None
         return ran, choosing
@@ -217,8 +222,9 @@ class StepLauncher:
         count: int,
         grows: bool = False,
         timed: bool = False,
+        layers: int = 0,
     ) -> Ran:
-        """Run a packed step, with the moves that come with it."""
+        """Run a packed step, with the moves that come with it; `layers` as for `run`."""
         self.launches += 1
         if timed:
             self.started = self.stream.moment()
@@ -226,7 +232,7 @@ class StepLauncher:
             self.transfer.into(self.graphs.input, packed)
             if moves is not None and not self.graphs.step.moves:
                 self._memory.move(*brought_moves(self.graphs.input, bucket, moves.shape[1]))
-            return self.graphs.run_brought(bucket, 0, count, grows)
+            return self.graphs.run_brought(bucket, layers, count, grows)
 
     def run_brought(self, bucket: Bucket, count: int, grows: bool = False) -> Ran:
         """Run a step whose input the device has written itself, with the pending moves."""

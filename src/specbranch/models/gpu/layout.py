@@ -58,6 +58,9 @@ class Choosing(NamedTuple):
     said: np.ndarray | Tensor
 
 
+PARENT_ROW = PER_ROW - ALL_ROWS + Choosing._fields.index("parent")  # in the section of sampled rows
+
+
 class Bucket(NamedTuple):
     """The padded size of a step."""
 
@@ -220,20 +223,15 @@ def pack(
     packed[:fixed] = blank_step(bucket, spare)
     for begin, end, pages in zip(ends, ends[1:], tables, strict=False):
         packed[begin:end] = pages
-    all_rows, per_row, groups, own = sections_of(packed, bucket)
+    all_rows, per_row, _, own = sections_of(packed, bucket)
     rows = sum([len(part.tokens) for part in work])
     own[rows:] = spare
     counts = section_of(packed, bucket, COUNTS_SECTION)
     if work:
-        all_rows[0, :rows] = [token for part in work for token in part.tokens]
-        _write_groups(work, groups, [end - fixed for end in ends], GROUP_ROWS if len(groups) < bucket.rows else 0)
-        written = (*all_rows[1:, :rows], *per_row[: PER_ROW - ALL_ROWS, :rows])
-        _write_paths(work, written, own[:rows])
+        write_rows(work, packed, bucket, [end - fixed for end in ends])
         counts[SHARED_COUNT], counts[SAMPLED_COUNT] = per_row[0, :rows].max(), rows
     if choosing is not None:
-        for field, numbers in enumerate(choosing, PER_ROW - ALL_ROWS):
-            per_row[field, :rows] = numbers
-        counts[DEPTH_COUNT] = deepest(choosing.parent) if rows else 0
+        write_choosing(choosing, packed, bucket)
     if moves is not None:
         counts[MOVED_COUNT] = moves.shape[1]
         section_of(packed, bucket, MOVES_SECTION)[:, : moves.shape[1]] = moves
@@ -242,6 +240,30 @@ def pack(
         begins = [end - fixed for end in ends[len(work) :]]
         counts[USED_COUNT] = write_chunks(chunks, bucket, begins, all_rows, packed, tile_rows)
     return packed, bucket
+
+
+def write_rows(work: Sequence[Rows], packed: np.ndarray, bucket: Bucket, begins: Sequence[int], first: int = 0) -> None:
+    """Write rows of sequences behind the `first` rows, of which each has a group of its own.
+
+    `begins`: where their page tables begin.
+    """
+    all_rows, per_row, groups, own = sections_of(packed, bucket)
+    end = first + sum([len(part.tokens) for part in work])
+    all_rows[0, first:end] = [token for part in work for token in part.tokens]
+    _write_groups(work, groups, begins, GROUP_ROWS if len(groups) < bucket.rows else 0, first)
+    written = (*all_rows[1:, first:end], *per_row[: PER_ROW - ALL_ROWS, first:end])
+    _write_paths(work, written, own[first:end])
+
+
+def write_choosing(choosing: Choosing, packed: np.ndarray, bucket: Bucket, first: int = 0) -> None:
+    """Write the sampling numbers of rows behind the `first` rows; parents count from there."""
+    _, per_row, *_ = sections_of(packed, bucket)
+    end = first + len(choosing.said)
+    for field, numbers in enumerate(choosing, PER_ROW - ALL_ROWS):
+        per_row[field, first:end] = numbers
+    per_row[PARENT_ROW, first:end] += first
+    depth = deepest(choosing.parent) if end > first else 0
+    section_of(packed, bucket, COUNTS_SECTION)[DEPTH_COUNT] = depth
 
 
 def write_chunks(
@@ -423,9 +445,12 @@ def _tails(seen: tuple[int, ...]) -> _Tails:
     )
 
 
-def _write_groups(work: Sequence[Rows], groups: np.ndarray, begins: Sequence[int], most: int) -> None:
-    """Write groups of up to `most` rows; 0: as in a step of several sequences. `begins`: where page tables begin."""
-    first = at = 0
+def _write_groups(work: Sequence[Rows], groups: np.ndarray, begins: Sequence[int], most: int, first: int = 0) -> None:
+    """Write groups of up to `most` rows; 0: as in a step of several sequences. `begins`: where page tables begin.
+
+    `first`: rows before these, and groups.
+    """
+    at = first
     most = most or BATCH_GROUP_ROWS
     for part, begin in zip(work, begins, strict=False):
         count = len(part.tokens)

@@ -1,10 +1,11 @@
 """Plain decoding of a batch on a GPU: the host launches each step before it has read the one before.
 
 Owns the step in flight: which sequences have a row in it, at which position, and where their tokens come from. The
-device passes the sampled tokens from one step to the next; the host only learns them. Does not own the launch
-(`launching.py`) or the arrays of a step (`decode_rows.py`). Invariant: a row that is not read after all, because its
-request has ended, was preempted or paused, has no effect: what it wrote lies behind the sequence, and all later work
-of the device comes after it.
+device passes the sampled tokens from one step to the next; the host only learns them. Rows of verify orders of other
+sequences go with the step that is launched. Does not own the launch (`launching.py`), the arrays of a step
+(`decode_rows.py`) or verdicts (`answers.py`). Invariant: a row that is not read after all, because its request has
+ended, was preempted or paused, has no effect: what it wrote lies behind the sequence, and all later work of the device
+comes after it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
-from specbranch.core.runner import NO_TOKEN, PlainStep
+from specbranch.core.runner import NO_TOKEN, PlainStep, Verdicts, VerifyWork
 from specbranch.errors import CacheFull, SpecBranchError
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.transfer import Reading
@@ -57,8 +58,9 @@ class DecodeLauncher(Protocol):
         """True if so many rows, the longest behind `longest` tokens, are one step."""
         ...
 
-    def launch_decode(self, rows: DecodeRows) -> Reading:
-        """Launch a decode step, with prefill that was put off; returns its results in flight."""
+    def launch_decode(self, rows: DecodeRows, verify: VerifyWork | None = None) -> tuple[Reading, Verdicts | None]:
+        """Launch a decode step, with prefill that was put off and rows of `verify`; returns its results and its
+        verdicts, in flight."""
         ...
 
     def commit(self, seq: int, token: int) -> None:
@@ -84,6 +86,8 @@ class Flight:
     # What each row computes: a token, or the one that row r of the step before has sampled, as -1 - r. Once that step
     # is read, all are tokens.
     tokens: list[int]
+    verdicts: Verdicts | None = None  # on rows of verify orders
+    verify_rows: int = 0
 
     def reads(self, texts: Texts) -> dict[int, int]:
         """Return the rows that compute the last token of a text, by sequence."""
@@ -117,13 +121,13 @@ class PlainDecoder:
         """Forget all rows in flight; a later step computes them again."""
         self._flight = None
 
-    def decode(self, texts: Texts, going_on: Collection[int]) -> PlainStep | None:
+    def decode(self, texts: Texts, going_on: Collection[int], verify: VerifyWork | None = None) -> PlainStep | None:
         """See `DecodesBatches.decode`."""
         joining, self._joining = self._joining, {}
         flight, self._flight = self._flight, None
         now = {} if flight is None else flight.reads(texts)
         entering = {seq: Entry(text[-1], len(text) - 1) for seq, text in texts.items() if seq not in now}
-        if not self.fits(texts) or not self._are_computed(entering):
+        if not self.fits(texts, verify) or not self._are_computed(entering):
             return None
         failed: dict[int, SpecBranchError] = {}
         ahead = bool(now)
@@ -133,18 +137,32 @@ class PlainDecoder:
                 return PlainStep(dict, 0, False, frozenset(), failed)
             now, entering = flight.row_of, {}
         entered = self._with_memory(entering, failed)
-        self._flight = following = self._launch_next(flight, now, going_on, entered, joining, _longest(texts))
+        kept, same_tables = self._kept(flight, now, going_on)
+        others, more = kept.keys() | entered.keys(), verify.rows if verify else 0
+        entered |= self._joined(joining, others, self._longest(texts, verify), more)
+        self._flight = following = self._launch_next(flight, kept, entered, same_tables, verify)
         logprobs: dict[int, TokenLogprobs] = {}
 
         def sampled() -> dict[int, int]:
             return self._read(flight, now, texts, following, logprobs)
 
         launched = frozenset(following.row_of if following else ())
-        return PlainStep(sampled, len(flight.rows), ahead, launched, failed, logprobs)
+        rows, verdicts = len(flight.rows) + flight.verify_rows, following.verdicts if following else None
+        return PlainStep(sampled, rows, ahead, launched, failed, logprobs, verdicts)
 
-    def fits(self, texts: Texts) -> bool:
+    def fits(self, texts: Texts, verify: VerifyWork | None = None) -> bool:
         """See `DecodesBatches.fits`."""
-        return self._launcher.fits_one_step(len(texts), _longest(texts))
+        longest, fits = self._longest(texts, verify), self._launcher.fits_one_step
+        return fits(len(texts), longest) and (verify is None or fits(len(texts) + verify.rows, longest))
+
+    def _longest(self, texts: Texts, verify: VerifyWork | None) -> int:
+        """Return the tokens of the longest text once two more steps are computed, or of a verified sequence."""
+        longest = 2 + max([len(text) for text in texts.values()], default=0)
+        for feed in verify.work if verify else ():
+            sequence = self._launcher.sequence(feed.seq)
+            assert sequence is not None
+            longest = max(longest, len(sequence.slots) + len(feed.tokens))
+        return longest
 
     def _are_computed(self, entering: Mapping[int, Entry]) -> bool:
         """True if all tokens before the last are computed."""
@@ -167,18 +185,10 @@ class PlainDecoder:
                 failed[seq] = error
         return found
 
-    def _launch_next(
-        self,
-        flight: Flight,
-        now: Mapping[int, int],
-        going_on: Collection[int],
-        entered: dict[int, tuple[DecodeRow, Entry]],
-        joining: Mapping[int, int],
-        longest: int,
-    ) -> Flight | None:
-        """Launch the step behind `flight`: of sequences that go on, and of those that have no row in it yet.
+    def _kept(self, flight: Flight, now: Mapping[int, int], going_on: Collection[int]) -> tuple[dict[int, int], bool]:
+        """Return the sequences that have a row in the step behind `flight`, too, with their rows in `flight`.
 
-        `longest`: tokens of the longest sequence.
+        Also returns whether all page tables are those of `flight`.
         """
         kept, same_tables = dict[int, int](), True
         for seq, row in now.items():
@@ -190,19 +200,41 @@ class PlainDecoder:
                 if not self._with_memory({seq: Entry(0, position)}, {}):
                     continue  # it gets a row once there is memory
             kept[seq] = row
-        entered |= self._joined(joining, kept.keys() | entered.keys(), longest)
-        if not kept and not entered:
-            return None
-        if not entered and list(kept.values()) == [*range(len(flight.rows))]:
+        return kept, same_tables
+
+    def _launch_next(
+        self,
+        flight: Flight,
+        kept: dict[int, int],
+        entered: dict[int, tuple[DecodeRow, Entry]],
+        same_tables: bool,
+        verify: VerifyWork | None,
+    ) -> Flight | None:
+        """Launch the step behind `flight`: of sequences that go on, and of those that have no row in it yet."""
+        if not entered and kept and list(kept.values()) == [*range(len(flight.rows))]:
             rows, positions = flight.rows.after(same_tables), [position + 1 for position in flight.positions]
             tokens = [-1 - row for row in range(len(positions))]
-            return Flight(rows, positions, kept, self._launcher.launch_decode(rows), tokens)
-        return self._launch(entered, kept, flight)
+            return self._flown(rows, positions, kept, tokens, verify)
+        return self._launch(entered, kept, flight, verify)
+
+    def _flown(
+        self,
+        rows: DecodeRows,
+        positions: list[int],
+        row_of: dict[int, int],
+        tokens: list[int],
+        verify: VerifyWork | None,
+    ) -> Flight:
+        results, verdicts = self._launcher.launch_decode(rows, verify)
+        return Flight(rows, positions, row_of, results, tokens, verdicts, verify.rows if verify else 0)
 
     def _joined(
-        self, joining: Mapping[int, int], others: Collection[int], longest: int
+        self, joining: Mapping[int, int], others: Collection[int], longest: int, more: int
     ) -> dict[int, tuple[DecodeRow, Entry]]:
-        """Return the rows of sequences that begin to decode, as far as they fit into a step with the `others`."""
+        """Return the rows of sequences that begin to decode, as far as they fit into a step with the `others`.
+
+        `longest`: tokens of the longest of these. `more`: rows of verify orders.
+        """
         entering: dict[int, Entry] = {}
         for seq, token in joining.items():
             sequence = self._launcher.sequence(seq)
@@ -212,7 +244,7 @@ class PlainDecoder:
             if not self._launcher.decodes(seq, position + 1):
                 continue
             longest = max(longest, position + 1)
-            if self._launcher.fits_one_step(len(others) + len(entering) + 1, longest):
+            if self._launcher.fits_one_step(len(others) + len(entering) + 1 + more, longest):
                 entering[seq] = Entry(token, position)
         return self._with_memory(entering, {})
 
@@ -221,6 +253,7 @@ class PlainDecoder:
         entered: Mapping[int, tuple[DecodeRow, Entry]],
         kept: Mapping[int, int],
         before: Flight | None = None,
+        verify: VerifyWork | None = None,
     ) -> Flight | None:
         """Launch a step; `kept`: sequences that go on, with their rows in the step before."""
         if not kept and not entered:
@@ -232,7 +265,7 @@ class PlainDecoder:
         texts = [self._text(seq, entry) if row.is_shaped else () for seq, (row, entry) in entered.items()]
         made = DecodeRows(rows, positions, tokens, before.rows if before else None, [*kept.values(), *texts])
         row_of = {seq: row for row, seq in enumerate((*kept, *entered))}
-        return Flight(made, positions, row_of, self._launcher.launch_decode(made), tokens)
+        return self._flown(made, positions, row_of, tokens, verify)
 
     def _text(self, seq: int, entry: Entry) -> list[int]:
         """Return the tokens of a sequence, up to the one that its first row computes."""
@@ -263,8 +296,3 @@ class PlainDecoder:
         if following is not None:
             following.tokens = [token if token >= 0 else sampled[-1 - token] for token in following.tokens]
         return {seq: sampled[row] for seq, row in now.items()}
-
-
-def _longest(texts: Texts) -> int:
-    """Return the tokens of the longest text once two more steps are computed."""
-    return 2 + max([len(text) for text in texts.values()], default=0)

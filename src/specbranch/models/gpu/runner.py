@@ -19,7 +19,19 @@ from torch import Tensor
 from specbranch.core.orders import Context, Receiver
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.request import Request, Spot
-from specbranch.core.runner import Ask, Done, Feed, Growing, Hear, Lanes, PlainStep, Proposal, Trial, Verdicts
+from specbranch.core.runner import (
+    Ask,
+    Done,
+    Feed,
+    Growing,
+    Hear,
+    Lanes,
+    PlainStep,
+    Proposal,
+    Trial,
+    Verdicts,
+    VerifyWork,
+)
 from specbranch.core.sending import SendingLater
 from specbranch.core.slots import TAIL
 from specbranch.core.trees import Tree
@@ -41,7 +53,7 @@ from specbranch.models.gpu.layout import CHUNK_STEP_ROWS, MOST_TOTAL_ROWS, power
 from specbranch.models.gpu.own_stream import DeviceStream
 from specbranch.models.gpu.plain_decode import PlainDecoder, Texts
 from specbranch.models.gpu.shaped_decode import ShapedSampler
-from specbranch.models.gpu.step import GpuStep, Graphs
+from specbranch.models.gpu.step import GpuStep, Graphs, Ran
 from specbranch.models.gpu.step_warm_up import StepWarmUp
 from specbranch.models.gpu.stream_clock import DeviceMoment
 from specbranch.models.gpu.trees import DeviceTree
@@ -192,11 +204,11 @@ class GpuRunner(NativeRunner):
     # --- plain decoding; see `DecodesBatches` and `DecodeLauncher` ---
 
     @torch.inference_mode()
-    def decode(self, texts: Texts, going_on: Collection[int]) -> PlainStep | None:
-        """Decode one token of each sequence, and launch the next step."""
+    def decode(self, texts: Texts, going_on: Collection[int], verify: VerifyWork | None = None) -> PlainStep | None:
+        """Decode one token of each sequence, and launch the next step, with the rows of `verify`."""
         self.early.forget()
         with self.stream.here():
-            return self.plain.decode(texts, going_on)
+            return self.plain.decode(texts, going_on, verify)
 
     def decodes(self, seq: int, length: int) -> bool:
         """True if the device samples the token behind `length` tokens by itself; so it does for all later ones."""
@@ -207,9 +219,9 @@ class GpuRunner(NativeRunner):
         in_graph = asking.is_chosen_in_graph(Spot(request, length, list))
         return in_graph and params.logprobs is None and not params.min_tokens
 
-    def fits(self, texts: Texts) -> bool:
-        """True if a step takes all these sequences, and so does the one behind it."""
-        return self.plain.fits(texts)
+    def fits(self, texts: Texts, verify: VerifyWork | None = None) -> bool:
+        """True if a step takes all these sequences, and the one behind it takes them and `verify`."""
+        return self.plain.fits(texts, verify)
 
     def join(self, seq: int, token: int) -> None:
         """Give a sequence that begins to decode a row in the next decode step."""
@@ -232,12 +244,28 @@ class GpuRunner(NativeRunner):
         """True if so many rows are one step; `longest`: tokens of the longest sequence."""
         return self.launcher.fits_one_step(rows, longest)
 
-    def launch_decode(self, rows: DecodeRows) -> Reading:
-        """Launch a plain decode step, which also computes prefill that was put off; returns its results in flight."""
-        ran, choosing = self.launcher.launch_decode(rows)
-        if not rows.is_shaped:
+    def launch_decode(self, rows: DecodeRows, verify: VerifyWork | None = None) -> tuple[Reading, Verdicts | None]:
+        """Launch a plain decode step with the rows of `verify`; it also computes prefill that was put off.
+
+        Returns its results and its verdicts, in flight.
+        """
+        if verify is None:
+            ran, choosing = self.launcher.launch_decode(rows)
+            results = None if rows.is_shaped else self.launcher.read_later(ran, len(rows))
+            return self._decoded(rows, ran, choosing, results), None
+        layers = self._wanted(verify.work)
+        with self.sequences.appending(verify.work) as parts:
+            beside = self.answers.beside(verify, parts, layers)
+            ran, choosing = self.launcher.launch_decode(rows, beside.rows, layers)
+            results = self.launcher.read_later(ran, len(rows) + len(beside.rows))  # before others are sampled
+            decoded = self._decoded(rows, ran, choosing, results)
+            return decoded, self.answers.verdicts_beside(beside, ran, results, len(rows))
+
+    def _decoded(self, rows: DecodeRows, ran: Ran, choosing: Tensor, results: Reading | None) -> Reading:
+        """Return the results of decode rows; `results`: as the graph has sampled them."""
+        if results is not None and not rows.is_shaped:
             rows.before, rows.sources = None, ()  # needed no longer
-            return self.launcher.read_later(ran, len(rows))
+            return results
         logits = wide(ran.logits[: len(rows)])[:, : self.sampler.vocabulary]
         sampler = ShapedSampler(self.transfer, self.sampler.vocabulary, self.answers.picked)
         return self.transfer.later(sampler.results(rows, logits, choosing))
