@@ -36,6 +36,22 @@ _option = options_of("Prompts and output")
     '{"prompt": …} or {"turns": [ … ]}.',
 )
 @chat_option("Prompts and output")
+@_option(
+    "--json-schema",
+    "schema_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The answer is JSON that the schema in FILE describes.",
+)
+@_option("--regex", type=text, metavar="REGEX", help="The answer matches this regular expression as a whole.")
+@_option("--choice", type=text, multiple=True, metavar="TEXT", help="The answer is one of these texts; repeat it.")
+@_option(
+    "--grammar",
+    "grammar_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The answer follows the grammar in FILE, in Lark's or llama.cpp's syntax.",
+)
 @_option("--n", type=int, metavar="N", help="Number of samples per prompt [1].")
 @_option(
     "--json",
@@ -59,6 +75,8 @@ def generate(
     as_json: bool,
     colour: bool | None,
     trace_file: Path | None,
+    schema_file: Path | None,
+    grammar_file: Path | None,
     **given: Any,
 ) -> None:
     """Answer PROMPT (or '-' for standard input), or every prompt of --file.
@@ -67,6 +85,7 @@ def generate(
     specbranch generate "The capital of France is" --max-tokens 20
     specbranch generate --chat "Why is the sky blue?" --temperature 0.7 --seed 1
     specbranch generate --pair smollm2-strong --method specbranch "Once upon a time"
+    specbranch generate --chat "Invent a person." --json-schema person.json
     specbranch generate --file prompts.txt --json > answers.jsonl
     specbranch verify answers.jsonl
 
@@ -76,6 +95,7 @@ def generate(
     from specbranch.cli.progress import tracked
 
     prompts = read_prompts(prompt, file)
+    given |= {"json_schema": _text_of(schema_file), "grammar": _text_of(grammar_file)}
     params = sampling_params(given)
     _check_writable(trace_file)
     llm = load_llm(asking_once(given) if len(prompts) == 1 else given)
@@ -111,6 +131,16 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     given = from_standard_input(sys.stdin.read)
     check_text(given, "Standard input")
     return [given]
+
+
+def _text_of(file: Path | None) -> str | None:
+    """Return the text of a schema or a grammar."""
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadParameter(f"{file} cannot be read ({error}). Name a file with a schema or a grammar.") from None
 
 
 def _check_writable(trace: Path | None) -> None:

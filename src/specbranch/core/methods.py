@@ -88,13 +88,15 @@ class Method:
 
     def _planner(self, session: Session, config: SpeculativeConfig, experience: Experience) -> Planner:
         without = {*self.without, *config.without}
+        ngrams = None if "lookup" in without else Ngrams(session.tokens, config.ngram_max, config.ngram_min)
         return Planner(
             experience,
-            ngrams=None if "lookup" in without else Ngrams(session.tokens, config.ngram_max, config.ngram_min),
+            ngrams=rounds.guided(session, ngrams),
             overlap="overlap" not in without,
             trees="trees" not in without,
             branches="branches" not in without,
             learns="learning" not in without,
+            ahead=session.state is None,
         )
 
 
