@@ -351,7 +351,7 @@ def _real(given: argparse.Namespace) -> tuple[Any, Any]:
 
     order = PairOrder(target=given.model, target_shape=given.shape)
     subject = make_subject(order, Running(device=given.device), Path(mkdtemp()))
-    llm = LLM(str(subject.target), method="autoregressive", device=given.device, max_batch=given.clients)
+    llm = LLM(str(subject.target), method="autoregressive", device=given.device, options={"max_batch": given.clients})
     return llm, llm.core.loop.executor
 
 
