@@ -269,7 +269,9 @@ class MeasuredCosts:
             return _first_gap(kind, sessions)
         nearest = min(known, key=lambda at: abs(at - size))
         found = self.factor * self.hosts[kind, nearest].median
-        return found if kind == "plain" else found * 2.0 ** (size - nearest)
+        times = 2.0 ** (size - nearest)
+        # What a device hides of a forward is no plan: it does not grow with the sessions.
+        return found if kind == "plain" else found * (times if found > 0.0 else min(times, 1.0))
 
     @property
     def ahead_saves(self) -> float:
