@@ -292,6 +292,16 @@ def test_what_a_device_hides_does_not_grow_with_the_sessions() -> None:
     assert costs.gap("verify", 1) == pytest.approx(-0.0001)
 
 
+def test_a_step_launched_ahead_that_was_almost_done_makes_no_large_forward_cheap() -> None:
+    """Beyond the sizes timed at load the time of two rounds counts for good, so it has to be possible."""
+    costs = MeasuredCosts(launches_ahead=True)
+    for rows, seconds in ((1, 0.005), (64, 0.008)):
+        costs.target.set(rows, seconds)
+    for start in (0.0, 0.011, 0.022):
+        costs.observe_plain(Span(start + 0.0105, start + 0.011, 128), 128, prefilled=False)
+    assert costs.covers(128) and costs.target_seconds(128) >= costs.target_seconds(64)
+
+
 def test_planning_takes_a_little_time_until_it_is_timed() -> None:
     costs = MeasuredCosts()
     for at in range(3):
