@@ -166,6 +166,31 @@ def test_compiled_grammars_are_kept_and_shared(grammars: Grammars, monkeypatch: 
     assert made.count("[a-c]{2}") == 2, "the oldest was not dropped"
 
 
+def test_requests_that_wait_for_the_same_grammar_compile_it_once(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, released, waiting = list[str](), threading.Event(), compiler.COMPILED_AT_ONCE + 4
+    before = compiler._grammar_text
+
+    def slow(kind: Any, text: str) -> str:
+        made.append(text)
+        released.wait()
+        return before(kind, text)
+
+    monkeypatch.setattr(compiler, "_grammar_text", slow)
+    threads = [
+        threading.Thread(target=grammars.compile, args=(SamplingParams(regex="[d-f]{2}"),)) for _ in range(waiting)
+    ]
+    for thread in threads:
+        thread.start()
+    while len(made) < compiler.COMPILED_AT_ONCE:
+        time.sleep(0.001)
+    released.set()
+    for thread in threads:
+        thread.join()
+    assert len(made) < waiting
+
+
 def test_blanks_in_json_are_bounded(grammars: Grammars, tokenizer: Tokenizer) -> None:
     constraint = grammars.constraint(SamplingParams(json_schema={"type": "object"}), frozenset((END,)))
     assert constraint is not None

@@ -47,7 +47,7 @@ class Scored:
     verdicts: Verdicts
     waiting: tuple[Trial, ...]
     last: Verdicts | None = None  # of the waiting trials, once their heads are known
-    freed: frozenset[int] = frozenset()  # sessions whose sequences are gone
+    freed: frozenset[int] = frozenset()  # sessions whose sequences are gone, or whose orders came again
 
     @property
     def ready(self) -> bool:
@@ -156,6 +156,8 @@ class Verifier(Worker):
         the next call reads that one. If it does not come, the same orders can be carried out again.
         """
         verified, self._launched = self._launched, None
+        if verified is not None:  # after a round that only drafted, orders come again: these count
+            verified = replace(verified, freed=verified.freed | orders.verifies.keys())
         if self._batches is None:
             return None
         forward, failed = self._planned(orders.verifies, orders.heads)

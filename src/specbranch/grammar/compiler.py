@@ -92,6 +92,11 @@ class Grammars:
     def _compiled_in_time(self, kind: ConstraintKind, text: str) -> _Compiled:
         if not self._running.acquire(timeout=COMPILE_SECONDS):
             raise BadParameter("Other grammars are being compiled and take too long. Send the request again.")
+        with self._lock:
+            made = self._cache.get((kind, text))
+        if made is not None:  # by another request, while this one waited
+            self._running.release()
+            return made
         late = f"{kind} takes more than {COMPILE_SECONDS:g} s to compile. Make it simpler."
         return _within(COMPILE_SECONDS, lambda: self._compile(kind, text), self._running.release) or _Compiled(
             None, late
