@@ -227,7 +227,8 @@ class AsyncLLM:
             raise BadParameter(f"n is {params.n}, but a stream carries one sample. Use generate, or n = 1.")
         ids = core.tokenizer.chat(prompt) if _is_conversation(prompt) else core.encode(cast(PromptLike, prompt))
         core.check_length(ids)
-        return Wish(ids, params, config, options, streams)
+        predicted = core.encode_prediction(options.prediction)
+        return Wish(ids, params, config, options, streams, predicted=predicted)
 
     def _config(self, options: RequestOptions) -> SpeculativeConfig:
         """Return the settings of a request: its own, or the LLM's if it has none."""

@@ -20,6 +20,7 @@ from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS, PLAIN, find_method
+from specbranch.core.prediction import Prediction
 from specbranch.core.rehearsal import rehearse, rehearsed, take_table
 from specbranch.core.request import Request
 from specbranch.core.runner import Runner, TimesForwards
@@ -131,10 +132,7 @@ class EngineCore:
         """Return a prompt as token ids. Token ids that the target does not have are refused."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        whole = isinstance(prompt, Sequence) and all(
-            isinstance(token, int) and 0 <= token < self.vocabulary for token in prompt
-        )
-        if not whole:
+        if not (isinstance(prompt, Sequence) and all(self._is_id(token) for token in prompt)):
             raise BadParameter(
                 f"The prompt is {prompt!r:.60}; expected a text, or token ids from 0 to {self.vocabulary - 1}."
             )
@@ -150,10 +148,36 @@ class EngineCore:
                 "needed for the answer. Shorten the prompt or raise context_length (--context-length)."
             )
 
-    def make_samples(self, prompt: list[int], params: SamplingParams, decoding: Decoding) -> list[Answer]:
-        """Make the n unfinished answers of one prompt: they share the seed, and each has its sample number."""
+    def encode_prediction(self, prediction: PromptLike | None) -> tuple[int, ...]:
+        """Return the text that a caller expects as token ids; none for None."""
+        if prediction is None:
+            return ()
+        if isinstance(prediction, str):
+            ids = self.tokenizer.encode(prediction, add_special=False)
+        elif isinstance(prediction, Sequence) and all(self._is_id(token) for token in prediction):
+            ids = list(prediction)
+        else:
+            raise BadParameter(
+                f"prediction is {prediction!r:.60}; expected a text, or token ids from 0 to {self.vocabulary - 1}."
+            )
+        if len(ids) > self.context_length:
+            raise BadParameter(
+                f"prediction has {len(ids)} tokens, but the context holds {self.context_length}. Shorten it."
+            )
+        return tuple(ids)
+
+    def make_samples(
+        self, prompt: list[int], params: SamplingParams, decoding: Decoding, predicted: Sequence[int] = ()
+    ) -> list[Answer]:
+        """Make the n unfinished answers of one prompt: they share the seed, and each has its sample number.
+
+        `predicted`: the tokens that the caller expects; lookup proposes them.
+        """
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return [self.make_answer(prompt, params, decoding, seed, sample) for sample in range(params.n)]
+        samples = [self.make_answer(prompt, params, decoding, seed, sample) for sample in range(params.n)]
+        for answer in samples if predicted else ():
+            answer.session.prediction = Prediction(predicted)
+        return samples
 
     def make_answer(
         self,
@@ -233,6 +257,9 @@ class EngineCore:
         self.loop.close()
         self.experiences.write(last=True)
         gc.unfreeze()
+
+    def _is_id(self, token: object) -> bool:
+        return isinstance(token, int) and 0 <= token < self.vocabulary
 
     def _warm_up(self, decoding: Decoding) -> None:
         """Get both models ready for all steps that the method can order."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.lookup import Ngrams
 from specbranch.core.market import Offer
 from specbranch.core.orders import NOTHING, Branch, Orders, Plan, Reports, Verdict
 from specbranch.core.policy import Policy
+from specbranch.core.prediction import ngrams_of
 from specbranch.core.session import Session
 
 MethodRounds = Generator[Orders | Offer, Any, None]  # receives Reports for Orders, a Grant for an Offer
@@ -41,7 +41,8 @@ def speculative(session: Session, config: SpeculativeConfig, policy: Policy) -> 
 
 def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
     """Prompt lookup: verify what followed the same words earlier in the text; no draft model takes part."""
-    ngrams = Ngrams(session.tokens, config.ngram_max, config.ngram_min)
+    first, expected = session.request.prompt_length, session.prediction
+    ngrams = ngrams_of(session.tokens, first, expected, config.ngram_max, config.ngram_min)
 
     def found(behind: tuple[int, ...] = ()) -> tuple[int, ...]:
         return ngrams.find(min(policy.chain().length, session.room - len(behind) - 1), behind)[1]
@@ -50,8 +51,12 @@ def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> Metho
         tokens = found()
         pending = Branch(0, tokens, (1.0,) * len(tokens))
         session.stats.drafted += len(tokens)
+        sent = expected.sent_in_chain(tokens) if expected else 0
+        before = len(session.tokens)
         reports = yield Orders(verify=session.verify(pending, found))
         absorb(session, policy, pending, reports)
+        accepted = min(len(verdict_of(reports).path), len(session.tokens) - before)
+        session.stats.count_predicted(sent, min(sent, accepted))
 
 
 def pearl(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
