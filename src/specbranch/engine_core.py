@@ -132,11 +132,11 @@ class EngineCore:
         """Return a prompt as token ids. Token ids that the target does not have are refused."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not (isinstance(prompt, Sequence) and all(self._is_id(token) for token in prompt)):
+        if (ids := self._as_ids(prompt)) is None:
             raise BadParameter(
                 f"The prompt is {prompt!r:.60}; expected a text, or token ids from 0 to {self.vocabulary - 1}."
             )
-        return list(prompt)
+        return ids
 
     def check_length(self, prompt: Sequence[int]) -> None:
         """Refuse an empty prompt, and one that leaves no token for the answer."""
@@ -152,11 +152,9 @@ class EngineCore:
         """Return the text that a caller expects as token ids; none for None."""
         if prediction is None:
             return ()
-        if isinstance(prediction, str):
-            ids = self.tokenizer.encode(prediction, add_special=False)
-        elif isinstance(prediction, Sequence) and all(self._is_id(token) for token in prediction):
-            ids = list(prediction)
-        else:
+        given = prediction
+        ids = self.tokenizer.encode(given, add_special=False) if isinstance(given, str) else self._as_ids(given)
+        if ids is None:
             raise BadParameter(
                 f"prediction is {prediction!r:.60}; expected a text, or token ids from 0 to {self.vocabulary - 1}."
             )
@@ -258,8 +256,12 @@ class EngineCore:
         self.experiences.write(last=True)
         gc.unfreeze()
 
-    def _is_id(self, token: object) -> bool:
-        return isinstance(token, int) and 0 <= token < self.vocabulary
+    def _as_ids(self, given: object) -> list[int] | None:
+        """Return token ids as a list; None if the target does not have them all."""
+        if not isinstance(given, Sequence):
+            return None
+        whole = all(isinstance(token, int) and 0 <= token < self.vocabulary for token in given)
+        return list(given) if whole else None
 
     def _warm_up(self, decoding: Decoding) -> None:
         """Get both models ready for all steps that the method can order."""

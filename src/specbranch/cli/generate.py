@@ -36,6 +36,14 @@ _option = options_of("Prompts and output")
     '{"prompt": …} or {"turns": [ … ]}.',
 )
 @chat_option("Prompts and output")
+@_option(
+    "--prediction",
+    "prediction_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File with the text that the answers are expected to have. They come sooner where it is right, and do not "
+    "change.",
+)
 @_option("--n", type=int, metavar="N", help="Number of samples per prompt [1].")
 @_option(
     "--json",
@@ -59,6 +67,7 @@ def generate(
     as_json: bool,
     colour: bool | None,
     trace_file: Path | None,
+    prediction_file: Path | None,
     **given: Any,
 ) -> None:
     """Answer PROMPT (or '-' for standard input), or every prompt of --file.
@@ -76,7 +85,7 @@ def generate(
     from specbranch.cli.progress import tracked
 
     prompts = read_prompts(prompt, file)
-    params = sampling_params(given)
+    params, prediction = sampling_params(given), _predicted(prediction_file)
     _check_writable(trace_file)
     llm = load_llm(asking_once(given) if len(prompts) == 1 else given)
     recorder = llm.core.loop.trace = Trace() if trace_file else None
@@ -85,9 +94,10 @@ def generate(
         noted = _circumstances(llm) if as_json else None
         asked = [encoded(llm, one, as_chat) for one in prompts]
         if len(asked) == 1 and not as_json and params.n == 1:
-            _show(llm.stream(asked[0], params), colours)
+            _show(llm.stream(asked[0], params, prediction=prediction), colours)
         else:  # many are decoded at once, and written in their order
-            for one, output in zip(tracked(prompts, "Prompts"), llm.outputs(asked, params), strict=True):
+            outputs = llm.outputs(asked, params, prediction=prediction)
+            for one, output in zip(tracked(prompts, "Prompts"), outputs, strict=True):
                 _answer(one, output, noted, colours)
     if recorder and trace_file:
         _write(recorder, trace_file)
@@ -111,6 +121,16 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     given = from_standard_input(sys.stdin.read)
     check_text(given, "Standard input")
     return [given]
+
+
+def _predicted(file: Path | None) -> str | None:
+    """Return the text that the answers are expected to have, if there is one."""
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadParameter(f"--prediction is {file}, which cannot be read: {error}. Name a text file.") from None
 
 
 def _check_writable(trace: Path | None) -> None:

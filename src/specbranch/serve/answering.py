@@ -187,7 +187,8 @@ class Answering:
 
     def usage(self) -> Usage:
         """Return the token counts of the request."""
-        return usage(self.prepared.prompts, self.outputs, self.prepared.params.n)
+        asked = self.prepared
+        return usage(asked.prompts, self.outputs, asked.params.n, asked.options.prediction is not None)
 
     def envelope(self, choices: list[BaseModel], kind: str, **fields: Any) -> Envelope:
         """Return choices as one object, in the form's envelope."""

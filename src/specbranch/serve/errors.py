@@ -43,6 +43,7 @@ EXPECTED_FORMS = {  # of parameters that have several forms, and of what is in a
     "stop_token_ids": f"up to {MOST_STOP_IDS} token ids",
     "logit_bias": f"up to {MOST_BIASES} token ids with numbers from -100 to 100",
     "tokens": "a list of token ids",
+    "prediction": 'an object such as {"type": "content", "content": "The text that is expected"}',
     "role": "one of system, developer, user, assistant",
     "content": 'a text, or a list of parts such as {"type": "text", "text": "Hello"}',
 }

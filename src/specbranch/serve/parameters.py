@@ -25,7 +25,6 @@ WITHOUT_EFFECT = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "prediction",
 )
 # Refused by name, as the answer would be another one; why.
 REFUSED = {

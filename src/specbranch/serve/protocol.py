@@ -65,6 +65,26 @@ class SpeculativeChoice(Body):
     off: bool = False
 
 
+class ContentPart(Body):
+    """A part of a message; only text is read."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    annotations: Any = None
+    cache_control: Any = None
+
+
+class PredictedContent(Body):
+    """The text that a caller expects; it makes the answer no other one."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
+
+
 class GenerationRequest(Body):
     """What chats and completions share."""
 
@@ -86,6 +106,7 @@ class GenerationRequest(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative: bool | SpeculativeChoice | None = None
+    prediction: PredictedContent | None = Field(None, description="The text that the answer is expected to have.")
     deadline: float | None = Field(None, gt=0, le=86400, description="Seconds in which it has to be answered.")
     user: Any = None
     metadata: Any = None
@@ -95,20 +116,6 @@ class GenerationRequest(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    prediction: Any = None
-
-
-class ContentPart(Body):
-    """A part of a message; only text is read."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
-    annotations: Any = None
-    cache_control: Any = None
 
 
 class ChatMessage(Body):
@@ -173,6 +180,13 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
+class CompletionDetails(BaseModel):
+    """What became of a prediction's tokens."""
+
+    accepted_prediction_tokens: int = Field(description="Verified tokens of the prediction that are in the answer.")
+    rejected_prediction_tokens: int = Field(description="Verified tokens of the prediction that are not.")
+
+
 class Usage(BaseModel):
     """What a request cost."""
 
@@ -180,6 +194,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class SpeculativeMetrics(BaseModel):
@@ -344,5 +359,6 @@ BODY_PARTS: dict[str, type[Body]] = {  # by the parameter that holds them
     "content": ContentPart,
     "stream_options": StreamOptions,
     "speculative": SpeculativeChoice,
+    "prediction": PredictedContent,
 }
 PARAMETER_NAMES = frozenset(name for body in (*BODIES.values(), *BODY_PARTS.values()) for name in body.model_fields)
