@@ -52,9 +52,9 @@ def test_a_right_prediction_saves_forwards_for_each_sample_and_each_prompt(llm: 
 
 def test_what_is_no_prediction_is_refused_with_a_sentence(llm: LLM) -> None:
     for wrong in ([1, -1], [10**9], 5, ["text"]):
-        with pytest.raises(BadParameter, match="prediction is .*expected a text, or token ids from 0"):
+        with pytest.raises(BadParameter, match=r"prediction is .*expected a text, or token ids from 0"):
             llm.generate(PROMPT, prediction=wrong)  # type: ignore[call-overload]
-    with pytest.raises(BadParameter, match="prediction has 257 tokens, but the context holds 256. Shorten it."):
+    with pytest.raises(BadParameter, match=r"prediction has 257 tokens, but the context holds 256\. Shorten it\."):
         llm.generate(PROMPT, prediction=[5] * 257)
 
 
@@ -65,7 +65,7 @@ def test_an_async_engine_takes_predictions(pair: tuple[str, str]) -> None:
         first = engine.submit(PROMPT, {"max_tokens": 30}).result()
         again = engine.submit(PROMPT, {"max_tokens": 30}, {"prediction": first.token_ids}).result()
         assert again.token_ids == first.token_ids and again.stats[COUNTS[0]] >= 20 > first.stats[COUNTS[0]]
-        with pytest.raises(BadParameter, match="prediction is 3"):
+        with pytest.raises(BadParameter, match=r"prediction is 3"):
             engine.submit(PROMPT, options={"prediction": 3})
     finally:
         engine.shut_down()

@@ -55,11 +55,11 @@ def predicted_ids(serving: Serving, asked: GenerationRequest) -> list[int] | Non
     """Return the tokens of the text that a caller expects, if there is one."""
     if asked.prediction is None:
         return None
-    content = asked.prediction.content
-    text = content if isinstance(content, str) else "".join(_text(part, "prediction", "prediction") for part in content)
-    ids, holds = encoded(serving, text, False, "prediction"), serving.engine.context_length
+    name, content = "prediction", asked.prediction.content
+    text = content if isinstance(content, str) else "".join(text_of(part, name, name) for part in content)
+    ids, holds = encoded(serving, text, False, name), serving.engine.context_length
     if len(ids) > holds:
-        raise too_long(holds, f"resulted in {len(ids)} tokens", "prediction")
+        raise too_long(holds, f"resulted in {len(ids)} tokens", name)
     return ids
 
 
@@ -116,10 +116,11 @@ def _content(message: ChatMessage, where: str) -> str:
     content = message.refusal if message.content is None else message.content
     if content is None:
         raise ApiError(400, f"{where} has no content; expected a text.", param="messages")
-    return content if isinstance(content, str) else "".join(_text(part, where) for part in content)
+    return content if isinstance(content, str) else "".join(text_of(part, where) for part in content)
 
 
-def _text(part: ContentPart, where: str, param: str = "messages") -> str:
+def text_of(part: ContentPart, where: str, param: str = "messages") -> str:
+    """Return the text of a part; refuse one that is no text. `where` and `param` name what holds it."""
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in ("text", "input_text", "output_text", "refusal"):
         said = f"{where} has a part of type {part.type!r:.60}: only text is read here, no images, audio or files."
