@@ -90,7 +90,8 @@ def test_verified_tokens_of_a_prediction_are_counted_along_its_path() -> None:
     expected = Prediction([1, 2, 3])
     assert expected.sent_in_chain([1, 2, 3]) == 0  # nothing was proposed
     expected.proposed = (1, 2, 3)
-    assert expected.sent_in_chain([1, 2, 9]) == 2
+    assert expected.sent_in_chain([1, 2, 9]) == 2 and expected.sent_in_chain([1, 2, 9]) == 0
+    expected.proposed = (1, 2, 3)
     nodes = [(1, ROOT), (5, ROOT), (2, 0), (2, 1), (3, 2)]
     tree = Tree(tuple(Node(token, parent, 0.5, 0.5, 1) for token, parent in nodes))
     assert expected.sent_in_tree(tree, [0, 1, 2, 3]) == [0, 2]

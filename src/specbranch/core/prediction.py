@@ -29,8 +29,8 @@ class Prediction:
 
     def sent_in_chain(self, chain: Sequence[int]) -> int:
         """Return how many tokens of a verified chain came from the prediction."""
-        sent = 0
-        for token, expected in zip(chain, self.proposed, strict=False):
+        sent, proposed = 0, self._taken()
+        for token, expected in zip(chain, proposed, strict=False):
             if token != expected:
                 break
             sent += 1
@@ -39,13 +39,18 @@ class Prediction:
     def sent_in_tree(self, tree: Tree, verified: Sequence[int]) -> list[int]:
         """Return the verified nodes of a tree that came from the prediction: a path from the root."""
         path, inside, here = list[int](), set(verified), ROOT
-        for token in self.proposed:
+        for token in self._taken():
             found = tree.child(here, token)
             if found is None or found not in inside:
                 break
             path.append(found)
             here = found
         return path
+
+    def _taken(self) -> tuple[int, ...]:
+        """Return what was proposed, once: a verify that lookup had no part in counts nothing."""
+        taken, self.proposed = self.proposed, ()
+        return taken
 
 
 class Standing(NamedTuple):

@@ -33,15 +33,15 @@ TOO_LONG = "context_length_exceeded"
 RESPONSES = "No response is stored here, so there is none to read, delete or continue. POST /v1/responses answers."
 
 EXPECTED_FORMS = {  # of parameters that have several forms, and of what is in a message
-    "prompt": "a text, token ids, or a list of either, none of them empty",
     "input": 'a text, or a list of messages such as {"role": "user", "content": "Hello"}',
+    "prediction": 'an object such as {"type": "content", "content": "The text that is expected"}',
+    "prompt": "a text, token ids, or a list of either, none of them empty",
     "messages": 'a list of messages such as {"role": "user", "content": "Hello"}, whose content is text',
     "stop": f"a text or up to {MOST_STOPS} texts, of up to {LONGEST_STOP} characters",
     "speculative": 'true, false, or an object such as {"method": "pearl"}, with method, policy and off',
     "stop_token_ids": f"up to {MOST_STOP_IDS} token ids",
     "logit_bias": f"up to {MOST_BIASES} token ids with numbers from -100 to 100",
     "tokens": "a list of token ids",
-    "prediction": 'an object such as {"type": "content", "content": "The text that is expected"}',
     "role": "one of system, developer, user, assistant",
     "content": 'a text, or a list of parts such as {"type": "text", "text": "Hello"}',
 }

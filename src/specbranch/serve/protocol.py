@@ -107,7 +107,6 @@ class GenerationRequest(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative: bool | SpeculativeChoice | None = None
-    prediction: PredictedContent | None = Field(None, description="The text that the answer is expected to have.")
     deadline: float | None = Field(None, gt=0, le=86400, description="Seconds in which it has to be answered.")
     user: Any = None
     metadata: Any = None
@@ -117,6 +116,7 @@ class GenerationRequest(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prediction: PredictedContent | None = Field(None, description="The text that the answer is expected to have.")
 
 
 class ChatMessage(Body):
