@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.forward_sizes import draft_sizes, target_sizes
 from specbranch.exec.verifier import Verifier
 from specbranch.experiences import Experiences
+from specbranch.grammar.compiler import Grammars
 from specbranch.hrad.engine_predictor import EnginePredictor
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ class LoadedModels:
     predictor: EnginePredictor
     numbers: Iterator[int] = field(default_factory=count)  # of sessions: unique on these models
     warmed_sessions: int = 0  # the batch size that a warm-up prepares for; 0: there is no warm-up
+    grammars: Grammars = field(init=False)  # compiles what answers follow
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grammars", Grammars(self.parts.tokenizer))
 
     @property
     def runners(self) -> tuple[Runner, ...]:
@@ -191,6 +196,8 @@ class EngineCore:
         self.check_length(prompt)
         rule, ends = decoding.config.rule, self.tokenizer.eos_ids
         request = Request(params, seed, len(prompt), sample, rule, ends, decoding.wants_forecast)
+        if params.is_constrained:
+            request = replace(request, constraint=self.models.grammars.constraint(params, request.ending_ids))
         limit = self.context_length
         if max_new_tokens is not None:
             limit = min(limit, len(prompt) + max_new_tokens)

@@ -44,6 +44,22 @@ _option = options_of("Prompts and output")
     help="File with the text that the answers are expected to have. They come sooner where it is right, and do not "
     "change.",
 )
+@_option(
+    "--json-schema",
+    "schema_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The answer is JSON that the schema in FILE describes.",
+)
+@_option("--regex", type=text, metavar="REGEX", help="The answer matches this regular expression as a whole.")
+@_option("--choice", type=text, multiple=True, metavar="TEXT", help="The answer is one of these texts; repeat it.")
+@_option(
+    "--grammar",
+    "grammar_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The answer follows the grammar in FILE, in Lark's or llama.cpp's syntax.",
+)
 @_option("--n", type=int, metavar="N", help="Number of samples per prompt [1].")
 @_option(
     "--json",
@@ -68,6 +84,8 @@ def generate(
     colour: bool | None,
     trace_file: Path | None,
     prediction_file: Path | None,
+    schema_file: Path | None,
+    grammar_file: Path | None,
     **given: Any,
 ) -> None:
     """Answer PROMPT (or '-' for standard input), or every prompt of --file.
@@ -76,6 +94,7 @@ def generate(
     specbranch generate "The capital of France is" --max-tokens 20
     specbranch generate --chat "Why is the sky blue?" --temperature 0.7 --seed 1
     specbranch generate --pair smollm2-strong --method specbranch "Once upon a time"
+    specbranch generate --chat "Invent a person." --json-schema person.json
     specbranch generate --file prompts.txt --json > answers.jsonl
     specbranch verify answers.jsonl
 
@@ -85,7 +104,8 @@ def generate(
     from specbranch.cli.progress import tracked
 
     prompts = read_prompts(prompt, file)
-    params, prediction = sampling_params(given), _predicted(prediction_file)
+    given |= {"json_schema": _text_of("--json-schema", schema_file), "grammar": _text_of("--grammar", grammar_file)}
+    params, prediction = sampling_params(given), _text_of("--prediction", prediction_file)
     _check_writable(trace_file)
     llm = load_llm(asking_once(given) if len(prompts) == 1 else given)
     recorder = llm.core.loop.trace = Trace() if trace_file else None
@@ -123,14 +143,14 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     return [given]
 
 
-def _predicted(file: Path | None) -> str | None:
-    """Return the text that the answers are expected to have, if there is one."""
+def _text_of(option: str, file: Path | None) -> str | None:
+    """Return the text of a file that an option names, if it does."""
     if file is None:
         return None
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise BadParameter(f"--prediction is {file}, which cannot be read: {error}. Name a text file.") from None
+        raise BadParameter(f"{option} is {file}, which cannot be read: {error}. Name a text file.") from None
 
 
 def _check_writable(trace: Path | None) -> None:

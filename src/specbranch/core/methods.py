@@ -91,11 +91,12 @@ class Method:
         ngrams = ngrams_of(session.tokens, first, session.prediction, config.ngram_max, config.ngram_min)
         return Planner(
             experience,
-            ngrams=None if "lookup" in without else ngrams,
+            ngrams=rounds.guided(session, None if "lookup" in without else ngrams),
             overlap="overlap" not in without,
             trees="trees" not in without,
             branches="branches" not in without,
             learns="learning" not in without,
+            ahead=session.state is None,
         )
 
 

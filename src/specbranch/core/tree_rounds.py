@@ -68,7 +68,7 @@ def _decode(session: Session, planner: Planner, ways: WayChoice, deferred: Defer
 def _planned_round(session: Session, planner: Planner, tree: Tree, deferred: Deferred) -> TreeRound:
     """Draft while the target waits if that pays, then verify, and draft on during the verify if that pays."""
     session.stats.begin(tree.root_scored)
-    tree = planner.with_lookup(tree)
+    tree = planner.with_lookup(session.permitted_tree(tree))
     offer = planner.lane_offer(tree, session.unsent) if session.room > 1 else None
     may_draft: LaneGrant = (yield offer) if offer else LaneGrant(False)
     before = _if_room(session, planner.plan_draft_before_verify(tree, session.unsent, may_draft))
@@ -76,7 +76,7 @@ def _planned_round(session: Session, planner: Planner, tree: Tree, deferred: Def
     if before:
         orders = Orders(draft=session.grow(tree, before, planner.sending(session.room)))
         reports = yield orders
-        tree = _take_tree(session, planner, tree, orders, reports)
+        tree = session.permitted_tree(_take_tree(session, planner, tree, orders, reports))
         steps = _steps(reports)
     candidates = planner.candidates(tree, session.room)
     rows: RowGrant = yield planner.row_offer(tree, candidates)

@@ -41,9 +41,11 @@ def prepared(
 ) -> Prepared:
     """Check a request and return it as the engine takes it. `max_tokens` 0 generates nothing."""
     _check_bias(serving, asked)
+    params = sampling(asked, max(_longest(serving, max_tokens), 1), logprobs)
+    serving.engine.compile_grammar(params)  # here, where the event loop does not wait
     return Prepared(
         prompts,
-        sampling(asked, max(_longest(serving, max_tokens), 1), logprobs),
+        params,
         replace(decoding_options(asked), prediction=predicted_ids(serving, asked)),
         (asked.stream_options or StreamOptions()) if asked.stream else None,
         scored,

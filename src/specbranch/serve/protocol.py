@@ -28,6 +28,7 @@ TokenId = Annotated[BiasedId, Field(strict=True)]  # no boolean
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopText = Annotated[str, Field(max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
 Reason = Literal["stop", "length"]
 
 
@@ -107,6 +108,18 @@ class GenerationRequest(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative: bool | SpeculativeChoice | None = None
+    response_format: dict[str, Any] | None = Field(None, description="Of type text, json_object or json_schema.")
+    json_schema: dict[str, Any] | str | None = Field(None, description="The answer is JSON that it describes.")
+    regex: str | None = Field(None, min_length=1, description="The answer matches it as a whole.")
+    choice: Choices | None = Field(None, description="The answer is one of these.")
+    grammar: str | None = Field(
+        None, min_length=1, description="The answer follows it, in Lark's or llama.cpp's syntax."
+    )
+    structured_outputs: dict[str, Any] | None = Field(None, description="As vLLM has it: json, regex, choice, grammar.")
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = Field(None, min_length=1)
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = Field(None, min_length=1)
     deadline: float | None = Field(None, gt=0, le=86400, description="Seconds in which it has to be answered.")
     user: Any = None
     metadata: Any = None
