@@ -235,7 +235,8 @@ class AsyncLLM:
         ids = core.tokenizer.chat(prompt) if _is_conversation(prompt) else core.encode(cast(PromptLike, prompt))
         core.check_length(ids)
         self.compile_grammar(params)
-        return Wish(ids, params, config, options, streams)
+        predicted = core.encode_prediction(options.prediction)
+        return Wish(ids, params, config, options, streams, predicted=predicted)
 
     def _config(self, options: RequestOptions) -> SpeculativeConfig:
         """Return the settings of a request: its own, or the LLM's if it has none."""

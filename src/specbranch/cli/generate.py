@@ -37,6 +37,14 @@ _option = options_of("Prompts and output")
 )
 @chat_option("Prompts and output")
 @_option(
+    "--prediction",
+    "prediction_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File with the text that the answers are expected to have. They come sooner where it is right, and do not "
+    "change.",
+)
+@_option(
     "--json-schema",
     "schema_file",
     type=click.Path(path_type=Path),
@@ -75,6 +83,7 @@ def generate(
     as_json: bool,
     colour: bool | None,
     trace_file: Path | None,
+    prediction_file: Path | None,
     schema_file: Path | None,
     grammar_file: Path | None,
     **given: Any,
@@ -95,8 +104,8 @@ def generate(
     from specbranch.cli.progress import tracked
 
     prompts = read_prompts(prompt, file)
-    given |= {"json_schema": _text_of(schema_file), "grammar": _text_of(grammar_file)}
-    params = sampling_params(given)
+    given |= {"json_schema": _text_of("--json-schema", schema_file), "grammar": _text_of("--grammar", grammar_file)}
+    params, prediction = sampling_params(given), _text_of("--prediction", prediction_file)
     _check_writable(trace_file)
     llm = load_llm(asking_once(given) if len(prompts) == 1 else given)
     recorder = llm.core.loop.trace = Trace() if trace_file else None
@@ -105,9 +114,10 @@ def generate(
         noted = _circumstances(llm) if as_json else None
         asked = [encoded(llm, one, as_chat) for one in prompts]
         if len(asked) == 1 and not as_json and params.n == 1:
-            _show(llm.stream(asked[0], params), colours)
+            _show(llm.stream(asked[0], params, prediction=prediction), colours)
         else:  # many are decoded at once, and written in their order
-            for one, output in zip(tracked(prompts, "Prompts"), llm.outputs(asked, params), strict=True):
+            outputs = llm.outputs(asked, params, prediction=prediction)
+            for one, output in zip(tracked(prompts, "Prompts"), outputs, strict=True):
                 _answer(one, output, noted, colours)
     if recorder and trace_file:
         _write(recorder, trace_file)
@@ -133,14 +143,14 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     return [given]
 
 
-def _text_of(file: Path | None) -> str | None:
-    """Return the text of a schema or a grammar."""
+def _text_of(option: str, file: Path | None) -> str | None:
+    """Return the text of a file that an option names, if it does."""
     if file is None:
         return None
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise BadParameter(f"{file} cannot be read ({error}). Name a file with a schema or a grammar.") from None
+        raise BadParameter(f"{option} is {file}, which cannot be read: {error}. Name a text file.") from None
 
 
 def _check_writable(trace: Path | None) -> None:

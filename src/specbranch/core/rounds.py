@@ -15,6 +15,7 @@ from specbranch.core.lookup import LONGEST_MATCH, Lookup, Ngrams
 from specbranch.core.market import Offer
 from specbranch.core.orders import NOTHING, Branch, Orders, Plan, Reports, Verdict
 from specbranch.core.policy import Policy
+from specbranch.core.prediction import ngrams_of
 from specbranch.core.session import Session
 
 MethodRounds = Generator[Orders | Offer, Any, None]  # receives Reports for Orders, a Grant for an Offer
@@ -45,7 +46,8 @@ def speculative(session: Session, config: SpeculativeConfig, policy: Policy) -> 
 
 def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
     """Prompt lookup: verify what followed the same words earlier in the text; no draft model takes part."""
-    ngrams = Ngrams(session.tokens, config.ngram_max, config.ngram_min)
+    first, expected = session.request.prompt_length, session.prediction
+    ngrams = ngrams_of(session.tokens, first, expected, config.ngram_max, config.ngram_min)
     looked_up = guided(session, ngrams) or ngrams
 
     def found(behind: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -55,8 +57,12 @@ def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> Metho
         tokens = session.forced(FORCED_AT_ONCE) or found()
         pending = Branch(0, tokens, (1.0,) * len(tokens))
         session.stats.drafted += len(tokens)
+        sent = expected.sent_in_chain(tokens) if expected else 0
+        before = len(session.tokens)
         reports = yield Orders(verify=session.verify(pending, found))
         absorb(session, policy, pending, reports)
+        accepted = min(len(verdict_of(reports).path), len(session.tokens) - before)
+        session.stats.count_predicted(sent, min(sent, accepted))
 
 
 def pearl(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:

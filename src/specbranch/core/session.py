@@ -27,6 +27,7 @@ from specbranch.core.orders import (
     Verdict,
     Verify,
 )
+from specbranch.core.prediction import Prediction
 from specbranch.core.request import Request
 from specbranch.core.round_clock import RoundClock
 from specbranch.core.sending import SendingLater
@@ -58,6 +59,7 @@ class Session:
         self.error: Exception | None = None
         self.stats = Stats()
         self.on_round: RoundWatcher | None = None
+        self.prediction: Prediction | None = None  # the text that the caller expects
         self.batch_size = 1  # live sessions, itself included
         self.clock = RoundClock()  # that of its loop
         self.now = 0.0  # when its last round ended, on the executor's clock

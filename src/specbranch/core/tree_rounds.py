@@ -193,6 +193,9 @@ def _absorb(
     ended_on_path = taken <= len(path)  # the request ended before the bonus token
     last_token = tree.nodes[path[taken - 1]].token if ended_on_path else verdict.token
     session.stats.end_round()
+    if session.prediction is not None:
+        predicted = session.prediction.sent_in_tree(tree, verified)
+        session.stats.count_predicted(len(predicted), len(set(predicted).intersection(path[:taken])))
     planner.learning.accept(tree, path[: taken - 1], verified)  # what lies beyond the end of the request does not count
     if len(tree):
         deferred.add(session.stats.judge_tree, tree, verified, path, bonus, taken)

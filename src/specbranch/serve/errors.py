@@ -31,12 +31,11 @@ from specbranch.serve.settings import LONGEST_STOP, MOST_BIASES, MOST_STOP_IDS, 
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 TOO_LONG = "context_length_exceeded"
-RESPONSES = (
-    "The Responses API is not served here. Use /v1/chat/completions; clients have a switch for it, such as LangChain's "
-    "use_responses_api=False."
-)
+RESPONSES = "No response is stored here, so there is none to read, delete or continue. POST /v1/responses answers."
 
 EXPECTED_FORMS = {  # of parameters that have several forms, and of what is in a message
+    "input": 'a text, or a list of messages such as {"role": "user", "content": "Hello"}',
+    "prediction": 'an object such as {"type": "content", "content": "The text that is expected"}',
     "prompt": "a text, token ids, or a list of either, none of them empty",
     "messages": 'a list of messages such as {"role": "user", "content": "Hello"}, whose content is text',
     "stop": f"a text or up to {MOST_STOPS} texts, of up to {LONGEST_STOP} characters",
