@@ -40,7 +40,15 @@ from specbranch.core.trees import NO_TREE, GrowingTree, below, chosen
 from specbranch.core.verify import accept_match
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.gpu.forest_growing import new_growth
-from specbranch.models.gpu.forest_layout import DECODING, LIMITED, SENT_ROWS, STOPPED, TARGET_PAGES, weights_of
+from specbranch.models.gpu.forest_layout import (
+    DECODING,
+    LIMITED,
+    REPORT_FIELDS,
+    SENT_ROWS,
+    STOPPED,
+    TARGET_PAGES,
+    weights_of,
+)
 from specbranch.models.gpu.granting import _verify_rows, send_plainly
 from specbranch.models.gpu.layout import Bucket, pack, views
 from specbranch.models.gpu.looking import look_plainly
@@ -83,7 +91,9 @@ def test_a_settled_session_has_the_tokens_and_the_tree_that_core_gives_it(seed: 
     assert forest.text(0) == session.tokens
     assert scalars["state"] == STATES[session.finished]
     count = len(session.tokens) - length
-    assert forest.reports[0, : 2 + count].tolist() == [count, scalars["state"], *session.tokens[length:]]
+    said = forest.reports[0, : len(REPORT_FIELDS) + count].tolist()
+    assert [*said[:2], *said[len(REPORT_FIELDS) :]] == [count, scalars["state"], *session.tokens[length:]]
+    assert said[4:6] == [len(grown), grown.root_scored]
     if session.finished:
         return
     here = numbers[path[-1]] if path else -1

@@ -98,7 +98,8 @@ def grow_plainly(
     """Do as the kernels do, in plain Python."""
     parts: dict[int, tuple[Rows, Choosing]] = {}
     for row in range(forest.count):
-        if forest.scalars(row)["state"] != DECODING:
+        scalars = forest.scalars(row)
+        if scalars["state"] != DECODING or not scalars["drafts"]:
             continue
         _add_proposals(forest, growth, row, results)
         if last:

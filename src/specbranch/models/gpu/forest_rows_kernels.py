@@ -36,9 +36,14 @@ from specbranch.models.gpu.tree_kernels import (
     TOKEN,
 )
 
-SCALARS, PLACES, REPORT = (
+SCALARS, PLACES, REPORT, REPORT_HEAD = (
     tl.constexpr(n)
-    for n in (len(forest_layout.SESSION_FIELDS), len(forest_layout.PLACE_FIELDS), forest_layout.REPORT_SIZE)
+    for n in (
+        len(forest_layout.SESSION_FIELDS),
+        len(forest_layout.PLACE_FIELDS),
+        forest_layout.REPORT_SIZE,
+        len(forest_layout.REPORT_FIELDS),
+    )
 )
 STATE, LENGTH, LIMIT, SEED_LOW, SEED_HIGH, SAMPLE, TEMPERATURE, NOISY, STOPS, COUNT, ROOT_SCORED = (
     tl.constexpr(forest_layout.SESSION_FIELDS.index(name))
@@ -56,9 +61,9 @@ STATE, LENGTH, LIMIT, SEED_LOW, SEED_HIGH, SAMPLE, TEMPERATURE, NOISY, STOPS, CO
         "root_scored",
     ]
 )
-DRAFT_LENGTH, TAIL, TARGET_MOVES, DRAFT_MOVES = (
+DRAFT_LENGTH, TAIL, TARGET_MOVES, DRAFT_MOVES, DRAFTS, LOOKS = (
     tl.constexpr(forest_layout.SESSION_FIELDS.index(name))
-    for name in ["draft_length", "tail", "target_moves", "draft_moves"]
+    for name in ["draft_length", "tail", "target_moves", "draft_moves", "drafts", "looks"]
 )
 FIRST_ROW, ROW_COUNT, FIRST_GROUP, TABLE_AT, FIRST_MOVE = (
     tl.constexpr(forest_layout.PLACE_FIELDS.index(name)) for name in ["first_row", "rows", "group", "table", "moved"]

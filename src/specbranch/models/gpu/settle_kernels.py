@@ -24,6 +24,7 @@ from specbranch.models.gpu.forest_rows_kernels import (
     PATH_MOVES,
     PLACES,
     REPORT,
+    REPORT_HEAD,
     ROOT_SCORED,
     ROW_COUNT,
     SCALARS,
@@ -115,6 +116,7 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
     limit = tl.load(session + LIMIT)
     count = tl.load(session + COUNT)
     draft_length = tl.load(session + DRAFT_LENGTH)
+    root_scored = tl.load(session + ROOT_SCORED)
     r = tl.arange(0, ROWS)
     live = r < rows
     token = tl.load(picks + first + r, mask=live, other=-1)
@@ -136,6 +138,7 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
     node = rows * 0 + ROOT
     taken = rows * 0
     moved = rows * 0
+    placed_rows = rows * 0 + 1
     shifted = tl.load(session + DRAFT_MOVES)  # those that no draft step has made yet come first
     advance = rows * 0
     is_read = rows * 0
@@ -145,7 +148,7 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
         chosen = tl.max(tl.where(r == here, token, -1), 0)
         finite = tl.max(((r == here) & (sure != sure)).to(tl.int32), 0) == 0
         tl.store(history + length + taken, chosen, mask=finite)
-        tl.store(report + 2 + taken, chosen, mask=finite)
+        tl.store(report + REPORT_HEAD + taken, chosen, mask=finite)
         taken += finite.to(tl.int32)
         is_stop = tl.max((stop == chosen).to(tl.int32), 0) > 0
         ended = tl.where(length + taken >= limit, LIMITED, DECODING)
@@ -154,6 +157,7 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
         child = tl.min(tl.where(live & (r > here) & (parent == here) & (said == chosen), r, NOWHERE), 0)
         going = (ended == DECODING) & (child < NOWHERE)
         moves_row = going & (child != taken)
+        placed_rows += (going & (child == taken) & (moved == 0)).to(tl.int32)
         tl.store(moves + moved, tl.max(tl.where(r == child, slot, 0), 0), mask=moves_row)
         tl.store(moves + PATH_MOVES + moved, tl.max(tl.where(r == taken, slot, 0), 0), mask=moves_row)
         moved += moves_row.to(tl.int32)
@@ -182,6 +186,10 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
     tl.store(session + DRAFT_MOVES, tl.where(goes_on, shifted, 0))
     tl.store(report, taken)
     tl.store(report + 1, ended)
+    tl.store(report + 2, tl.minimum(placed_rows, taken))
+    tl.store(report + 3, tl.where(goes_on & (shifted > 0), -1, draft_length + tl.where(goes_on, advance, 0)))
+    tl.store(report + 4, count)
+    tl.store(report + 5, root_scored)
     tl.debug_barrier()
     tl.store(placed + ROW_COUNT, 0)
 
@@ -202,3 +210,5 @@ def settle(sessions, stops, pages, history, trees, moves, reports, places, packe
     else:
         tl.store(report, 0)
         tl.store(report + 1, state)
+        for field in tl.static_range(2, REPORT_HEAD):
+            tl.store(report + field, 0)

@@ -25,6 +25,7 @@ from specbranch.models.gpu.forest_layout import (
     FAILED,
     LIMITED,
     PLACE_FIELDS,
+    REPORT_FIELDS,
     SENT_ROWS,
     STOPPED,
     TARGET_PAGES,
@@ -63,6 +64,7 @@ def settle_plainly(forest: Forest, packed: Tensor, bucket: Bucket, picks: Tensor
             _settle_one(forest, row, scalars, packed, bucket, picks, results)
         else:
             forest.reports[row, :2] = torch.tensor([0, scalars["state"]])
+            forest.reports[row, 2 : len(REPORT_FIELDS)] = 0
         forest.places[0, row, _COUNTED] = 0
 
 
@@ -80,13 +82,18 @@ def _settle_one(
     tokens, ended = _committed(forest, row, scalars, accepted, [sure[node + 1] for node in (ROOT, *path)])
     old = scalars["length"]
     forest.history[row, old : old + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-    forest.reports[row, : 2 + len(tokens)] = torch.tensor([len(tokens), ended, *tokens], dtype=torch.int32)
+    placed = 1 + next((at for at, node in enumerate(path) if node != at), len(path))
     forest.set(row, state=ended, length=old + len(tokens), nodes=0, root_scored=0, tail=0)
     forest.set(row, target_moves=0, draft_moves=0)
     if ended == DECODING:
         slots = [(old - 1 + node + 1, old - 1 + at) for at, node in enumerate(path, start=1) if node + 1 != at]
         _note_moves(forest, row, TARGET_PAGES, slots, 0)
         _keep_tree(forest, row, scalars, tokens)
+    after = forest.scalars(row)
+    draft_length = -1 if after["draft_moves"] else after["draft_length"]
+    said_of_it = [len(tokens), ended, min(placed, len(tokens)), draft_length, scalars["nodes"], scalars["root_scored"]]
+    report = torch.tensor([*said_of_it, *tokens], dtype=torch.int32)
+    forest.reports[row, : len(report)] = report
 
 
 def _committed(
