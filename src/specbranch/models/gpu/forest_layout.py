@@ -2,10 +2,10 @@
 
 A session owns one row of every table from its admission to its end. Owns the sizes, the fields, and the tables. Does
 not own what changes them round by round: `settling.py` (after a verify), `looking.py` (lookup), `granting.py` (rows of
-the next verify), each with its kernels; `forest_rounds.py` makes whole rounds of them. Invariants: integers are int32; what a tree is
-planned by is float64, in which integers are exact. A session's nodes have the fields of `tree_layout.NODE_FIELDS`. A
-node has a KV slot only if the draft has computed all committed tokens, so KV slots of nodes count from the session's
-length; a node's KV slot is higher than its parent's, and gaps are allowed.
+the next verify), each with its kernels; `forest_rounds.py` makes whole rounds of them. Invariants: integers are int32;
+what a tree is planned by is float64, in which integers are exact. A session's nodes have the fields of
+`tree_layout.NODE_FIELDS`. A node has a KV slot only if the draft has computed all committed tokens, so KV slots of
+nodes count from the session's length; a node's KV slot is higher than its parent's, and gaps are allowed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Forest:
     pages: Tensor  # [sessions, 2, pages] page tables of target and draft
     history: Tensor  # [sessions, context]
     trees: Tensor  # [sessions, nodes, NODE_FIELDS] float64
-    moves: Tensor  # [sessions, 2, 2, PATH_MOVES] of target and draft: KV slots of the pool, sources and targets
+    moves: Tensor  # [sessions, 2, 2, PATH_MOVES] of target and draft: KV slots of the session, sources and targets
     places: Tensor  # [2, sessions, PLACE_FIELDS] in the verify in flight, in the draft step in flight
     reports: Tensor  # [sessions, REPORT_SIZE]
 
@@ -154,7 +154,7 @@ class Forest:
         return int(part.storage_offset()), np.array(numbers, dtype=np.int32)
 
     def write(self, changes: Sequence[Written]) -> None:
-        """Write numbers; no two changes concern the same one."""
+        """Write numbers; later changes replace earlier ones."""
         self.scatter(torch.from_numpy(as_pairs(changes)).to(self.numbers.device))
 
     def scatter(self, pairs: Tensor) -> None:
@@ -203,13 +203,16 @@ def new_forest(sessions: int, context: int, nodes: int, pages: int, device: torc
     numbers = torch.zeros(ends[-1], dtype=torch.int32, device=device)
     tables = [numbers[at : at + prod(shape)].view(shape) for at, shape in zip(ends, shapes, strict=False)]
     trees = torch.zeros(sessions, nodes, len(NODE_FIELDS), dtype=torch.float64, device=device)
-    return Forest(numbers, *tables[:4], trees, *tables[4:])
+    sessions_, stops, held, history, moves, places, reports = tables
+    return Forest(numbers, sessions_, stops, held, history, trees, moves, places, reports)
 
 
 def as_pairs(changes: Sequence[Written]) -> np.ndarray:
     """Return changes of numbers as one array [2, count]: where they belong, and what they are."""
-    where = [np.arange(at, at + len(numbers), dtype=np.int32) for at, numbers in changes]
-    return np.stack([np.concatenate(where), np.concatenate([numbers for _, numbers in changes])])
+    where = np.concatenate([np.arange(at, at + len(numbers), dtype=np.int32) for at, numbers in changes])
+    what = np.concatenate([numbers for _, numbers in changes])
+    last = len(where) - 1 - np.unique(where[::-1], return_index=True)[1]  # of several changes the last one counts
+    return np.stack([where[last], what[last]])
 
 
 class Weights(NamedTuple):

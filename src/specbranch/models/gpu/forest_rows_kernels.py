@@ -215,7 +215,9 @@ def write_rows(session, placed, nodes, now, pages, history, moved, packed, group
     put_at = tl.load(placed + FIRST_MOVE) + m
     for side in tl.static_range(2):
         kv_slot = tl.load(moved + side * PATH_MOVES + m, mask=m < count_moved, other=0)
-        tl.store(moves + side * across + put_at, kv_slot, mask=m < count_moved)
+        # pages may have been copied since the moves were noted
+        flat = tl.load(pages + kv_slot // PAGE, mask=m < count_moved, other=0) * PAGE + kv_slot % PAGE
+        tl.store(moves + side * across + put_at, flat, mask=m < count_moved)
     tl.debug_barrier()
     tl.store(session + MOVED, 0)
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbranch.core.forest import ForestOrders, ForestStep
 from specbranch.core.orders import Context, Receiver
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.request import Request, Spot
@@ -46,6 +47,7 @@ from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.decode_rows import DecodeRows
 from specbranch.models.gpu.drafting import DeviceDrafts
 from specbranch.models.gpu.early_starts import EarlyStarts
+from specbranch.models.gpu.forest_rounds import ForestDecoder, joins
 from specbranch.models.gpu.growing import TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.launching import StepLauncher, wide
@@ -87,6 +89,7 @@ class GpuRunner(NativeRunner):
         with self.stream.in_turn():
             self._grower = TreeGrower(self.graphs, most_pages, spare, self.transfer)
         self.plain = PlainDecoder(host)
+        self.forest: ForestDecoder | None = None  # made for the first round of draft trees on the device
         self.early = self._make_early_starts()
         self.drafts = DeviceDrafts(self.launcher, self.sequences, self._grower, self.early, host)
         self.answers = Answers(decoder, self.launcher, self.sequences, self.early, host)
@@ -270,6 +273,43 @@ class GpuRunner(NativeRunner):
         sampler = ShapedSampler(self.transfer, self.sampler.vocabulary, self.answers.picked)
         return self.transfer.later(sampler.results(rows, logits, choosing))
 
+    # --- rounds of the forest; see `GrowsForests` ---
+
+    def grows_with(self, draft: object | None) -> bool:
+        """True if the device can go from verify to verify by itself, with this draft on it."""
+        models = [self, draft] if draft is not None else [self]
+        return all(
+            isinstance(model, GpuRunner)
+            and model.device == self.device
+            and (model.graphs.step.moves or self.device.type == "cpu")
+            for model in models
+        )
+
+    def joins_forest(self, seq: int, length: int) -> bool:
+        """True if the device decodes a sequence so, behind `length` tokens; then also behind more."""
+        request = self._requests[seq]
+        return joins(request, asking.is_chosen_in_graph(Spot(request, length, list)))
+
+    @torch.inference_mode()
+    def decode_forest(self, orders: ForestOrders, draft: object | None) -> ForestStep | None:
+        """Make a round of draft trees on the device, and launch the next one."""
+        assert draft is None or isinstance(draft, GpuRunner)
+        if self.forest is None or not self.forest.is_with(draft):
+            self.leave_forest()
+            self.forest = ForestDecoder(weakly(self), draft)
+        self.drop_steps()
+        return self.forest.decode(orders)
+
+    def leave_forest(self) -> None:
+        """Forget what is launched."""
+        if self.forest is not None:
+            self.forest.leave()
+
+    def drop_steps(self) -> None:
+        """Forget steps that were started ahead, those of the forest aside."""
+        self.early.forget()
+        self.plain.forget_all()
+
     # --- what the parts need of their runner ---
 
     @property
@@ -308,6 +348,7 @@ class GpuRunner(NativeRunner):
         """Forget steps that were started ahead: another one is about to run."""
         self.early.forget_step()
         self.plain.forget_all()
+        self.leave_forest()
 
     def move_kv(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
         """Move KV slots with the next step, or before it."""
@@ -324,6 +365,8 @@ class GpuRunner(NativeRunner):
         """Forget steps in flight: a sequence is about to be rolled back."""
         self.early.forget_step()
         self.plain.forget(seq)
+        if self.forest is not None:
+            self.forest.forget(seq)
 
     def flush(self) -> None:
         """Compute all prefill that was put off; see `NativeRunner`."""
@@ -338,6 +381,8 @@ class GpuRunner(NativeRunner):
     def _close(self, seq: int) -> None:
         self.early.close(seq)
         self.plain.forget(seq)  # the rows of other sequences stay valid
+        if self.forest is not None:
+            self.forest.forget(seq)
         super()._close(seq)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specbranch.core.orders import Context, Verify
-from specbranch.core.pages import PAGE
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Tree, below
 from specbranch.core.verify import accept_match
@@ -49,8 +48,8 @@ def launch_settle(forest: Forest, packed: Tensor, bucket: Bucket, picks: Tensor,
     from specbranch.models.gpu import settle_kernels
 
     settle_kernels.settle[(forest.count,)](
-        forest.sessions, forest.stops, forest.pages, forest.history, forest.trees, forest.moves, forest.reports,
-        forest.places[0], packed, picks, results, forest.history.shape[1], forest.pages.shape[2],
+        forest.sessions, forest.stops, forest.history, forest.trees, forest.moves, forest.reports,
+        forest.places[0], packed, picks, results, forest.history.shape[1],
         -(-bucket.rows // ALIGNED) * ALIGNED, results.shape[1], SIZE=forest.trees.shape[1], ROWS=SENT_ROWS,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -148,9 +147,7 @@ def _note_moves(forest: Forest, row: int, table: int, slots: Sequence[tuple[int,
 
     They fit: until the draft's next step all of them are on one path of one tree.
     """
-    pages = forest.pages[row, table].tolist()
     for at, both in enumerate(slots, waiting):
-        for side, kv_slot in enumerate(both):
-            forest.moves[row, table, side, at] = pages[kv_slot // PAGE] * PAGE + kv_slot % PAGE
+        forest.moves[row, table, :, at] = torch.tensor(both, dtype=torch.int32)
     name = ("target_moves", "draft_moves")[table]
     forest.set(row, **{name: waiting + len(slots)})
