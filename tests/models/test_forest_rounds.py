@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.forest import FOREST_VARIABLE
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.prefill_budget import RoundLimits
@@ -19,7 +20,7 @@ from specbranch.core.request import Request
 from specbranch.core.scheduler import Scheduler
 from specbranch.core.session import Session
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.serial import FOREST_VARIABLE, Serial
+from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
@@ -103,8 +104,8 @@ def assert_as_alone(decoders: tuple[Any, Any], sessions: list[Session]) -> None:
         session.stats.check()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("method", ["specbranch", "tree", "auto"])
+@pytest.mark.parametrize("temperature", tiered([0.9, 0.0], (0.9).__eq__))
+@pytest.mark.parametrize("method", tiered(["specbranch", "tree", "auto"], "specbranch".__eq__))
 def test_a_lone_session_has_the_text_of_plain_decoding(
     method: str, temperature: float, decoders: tuple[Any, Any]
 ) -> None:
@@ -128,9 +129,9 @@ def random_request(rng: random.Random, number: int) -> tuple[Session, str]:
     prompt = some_tokens(rng.choice((2, 30, 90, 200)), seed=rng.randrange(3))
     params: dict[str, Any] = {"temperature": rng.choice((0.0, 0.8, 1.2)), "max_tokens": rng.choice((1, 2, 20, 50))}
     method = rng.choice(("specbranch", "specbranch", "specbranch", "auto", "tree", "autoregressive"))
-    if rng.random() < 0.15:
+    if rng.random() < 0.05:
         params["top_p"] = 0.9
-    if rng.random() < 0.1:
+    if rng.random() < 0.05:
         method = rng.choice(("lookup", "speculative", "pearl"))
     session = session_of(number, prompt, **params)
     if rng.random() < 0.3:  # as a stop string does
@@ -139,7 +140,7 @@ def random_request(rng: random.Random, number: int) -> tuple[Session, str]:
     return session, method
 
 
-@pytest.mark.parametrize("seed", tiered(range(8), (0, 1).__contains__))
+@pytest.mark.parametrize("seed", tiered(range(8), (2).__eq__))
 def test_sessions_that_come_and_go_have_their_texts_of_plain_decoding(seed: int, decoders: tuple[Any, Any]) -> None:
     rng, works = random.Random(seed), executor(decoders)
     chunk = works.target.runner.prefill_chunk
@@ -166,13 +167,14 @@ def test_sessions_that_come_and_go_have_their_texts_of_plain_decoding(seed: int,
                 loop.set_paused(loop.members[number].session, False)
             paused = set()
         loop.step()
-    assert works.forests > 10
+    assert works.forests > 5
     assert_as_alone(decoders, [session for session in sessions if session.number not in gone])
     for worker in (works.target, works.draft):
         worker.runner.check()
         assert worker.runner.kv_slots_free == worker.runner.kv_slots
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_too_small_for_all_preempts_and_changes_no_text(decoders: tuple[Any, Any]) -> None:
     works = executor(decoders, pages=5)
     loop = Loop(works)
@@ -197,3 +199,12 @@ def test_without_a_draft_looked_up_tokens_are_verified(decoders: tuple[Any, Any]
     run_out(loop)
     assert_as_alone(decoders, [session])
     assert works.forests > 5 and works.others < 3
+
+
+def test_a_warm_up_leaves_no_session_and_changes_nothing(decoders: tuple[Any, Any]) -> None:
+    works = executor(decoders)
+    works.target.runner._forest_with(works.draft.runner).warm_up((3, 1))
+    loop, session = Loop(works), session_of(1, some_tokens(30), temperature=0.0, max_tokens=20)
+    start(loop, session)
+    run_out(loop)
+    assert_as_alone(decoders, [session])

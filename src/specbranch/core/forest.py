@@ -8,6 +8,7 @@ what a round does (`core/forest_plan.py`), who takes part (`core/forest_loop.py`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -18,8 +19,14 @@ from specbranch.errors import SpecBranchError
 if TYPE_CHECKING:  # costs are learned from orders, which contain wishes
     from specbranch.core.costs import Costs
 
+FOREST_VARIABLE = "SPECBRANCH_FOREST"  # 1: a device goes from verify to verify by itself
 NgramSizes = tuple[int, int]  # tokens of the longest and of the shortest n-gram
 ForestEnd = Literal["stop", "length", "not finite"]
+
+
+def wants_forests() -> bool:
+    """True if the user wants such rounds."""
+    return os.environ.get(FOREST_VARIABLE, "0") != "0"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ sessions are decoded plainly from then on.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import replace
@@ -15,7 +14,7 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
-from specbranch.core.forest import ForestOrders, GrowsForests
+from specbranch.core.forest import ForestOrders, GrowsForests, wants_forests
 from specbranch.core.forest_loop import ForestReports
 from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.orders import Branch, Context, Drafted, DraftOrder, Grow, Orders, Prefill, Reports, Verdict, Verify
@@ -39,7 +38,6 @@ from specbranch.exec.worker import Worker, never
 
 log = logging.getLogger("specbranch")
 
-FOREST_VARIABLE = "SPECBRANCH_FOREST"  # 1: a device goes from verify to verify by itself
 FOREST_PREFILL = 1024  # tokens that a draft prefills in a round of the forest, about
 FEW_UNCOMPUTED = 8  # committed tokens that draft steps of such a round compute on the way
 
@@ -89,8 +87,7 @@ class Serial(DecodesWithTarget):
     def grows_forests(self) -> bool:
         """True if both models can go from verify to verify on their device."""
         runner = self.target.runner
-        wanted = os.environ.get(FOREST_VARIABLE, "0") != "0"
-        return wanted and isinstance(runner, GrowsForests) and runner.grows_with(self._draft_runner)
+        return wants_forests() and isinstance(runner, GrowsForests) and runner.grows_with(self._draft_runner)
 
     def joins_forest(self, session: int, length: int) -> bool:
         """True if a session can take part, behind `length` tokens; then also behind more."""

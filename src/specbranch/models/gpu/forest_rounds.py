@@ -16,11 +16,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from specbranch.core.forest import ForestEnd, ForestOrders, ForestPlan, ForestReport, ForestStep
+from specbranch.core.forest import ForestEnd, ForestOrders, ForestPlan, ForestReport, ForestStep, NgramSizes
+from specbranch.core.forest_plan import FREE
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.slots import TAIL
-from specbranch.core.trees import NO_TREE
+from specbranch.core.trees import CLASSES, NO_TREE, Chances, Growth
 from specbranch.errors import CacheFull, SpecBranchError
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.transfer import Reading
@@ -55,18 +56,19 @@ from specbranch.models.gpu.layout import (
     Bucket,
     brought_moves,
     padded_bucket,
-    power_of_two,
     views,
 )
 from specbranch.models.gpu.looking import look
 from specbranch.models.gpu.settling import settle
 from specbranch.models.gpu.step import Ran
-from specbranch.models.gpu.tree_layout import DEEPEST, ENTRIES, LANES
+from specbranch.models.gpu.tree_layout import DEEPEST, ENTRIES, LANES, LOOKED_CELLS
 from specbranch.models.runners.sequences import Sequences
 
-MOST_SESSIONS = 64  # rows of the tables
+CAPACITIES = (1, 4, 16, 64)  # numbers of rows for which kernels are compiled
+MOST_SESSIONS = CAPACITIES[-1]  # rows of the tables
 FOREST_NODES = 128  # nodes of a tree, at most
 AHEAD = DEEPEST + 1  # tokens that a session may get in the round in flight
+NO_CHANCES = Chances((0.0,) * CLASSES, (0.0,) * CLASSES, (0.0,) * LOOKED_CELLS, (0.0,) * LOOKED_CELLS)
 ENDS: dict[int, ForestEnd] = {STOPPED: "stop", LIMITED: "length", FAILED: "not finite"}
 
 
@@ -144,6 +146,24 @@ class ForestDecoder:
         self._changes: dict[int, list[Written]] = {}  # of rows, for the next round
         self._heads: dict[int, Forest] = {}
 
+    @torch.inference_mode()
+    def warm_up(self, looks: NgramSizes) -> None:
+        """Launch all kernels once, on no session; `looks`: of lookup."""
+        target = self._target.launcher
+        models = [target] if self._draft is None else [target, self._draft.launcher]
+        weights, nothing = self._tables.weights, self._tables.no_results
+        for count in CAPACITIES:
+            forest, buckets = self._first(count), {Bucket(count, count)}
+            if count == 1:
+                buckets |= {padded_bucket(rows, True, self._least, 0) for rows in (1, SENT_ROWS)}
+            for bucket in buckets:
+                send(forest, self._tables.granting(count), target.graphs.input, bucket, target.spare)
+                settle(forest, target.graphs.input, bucket, target.graphs.step.picks, nothing)
+                for last in (False, True) if len(models) > 1 else ():
+                    growth = self._tables.growth_of(count)
+                    grow(forest, growth, nothing, models[1].graphs.input, bucket, models[1].spare, last)
+            look(forest, weights, *looks)
+
     def is_with(self, draft: object | None) -> bool:
         """True if it was made for this draft."""
         return self._draft is draft
@@ -207,7 +227,9 @@ class ForestDecoder:
         """Take out sessions that do not take part any longer, or have another text than the device knows."""
         for seq, planted in list(self._planted.items()):
             text = texts.get(seq)
-            if planted.leaves or text is None or len(text) != planted.length or text[-1] != planted.last:
+            known = text is not None and len(text) == planted.length and text[-1] == planted.last
+            # a few sessions have low rows, so that kernels for few of them serve
+            if not known or planted.leaves or planted.row >= _capacity(min(len(texts), MOST_SESSIONS)):
                 self._leave(seq, planted)
 
     def _enter(self, orders: ForestOrders, failed: dict[int, SpecBranchError]) -> bool:
@@ -288,10 +310,10 @@ class ForestDecoder:
         if not staying:
             return None
         row_of = {seq: self._planted[seq].row for seq in staying}
-        forest = self._first(power_of_two(max(row_of.values()) + 1))
+        forest = self._first(_capacity(max(row_of.values()) + 1))
         # A step makes four moves a row, so it is not much smaller than the one before, whose nodes may have to move.
         rows = min(max(orders.plan.rows, len(staying), self._rows // 4), MOST_STEP_ROWS)
-        bucket = padded_bucket(rows, len(staying) == 1 and rows <= SENT_ROWS, self._least, 0)
+        bucket = padded_bucket(rows, forest.count == 1 and rows <= SENT_ROWS, self._least, 0)
         self._rows = bucket.rows
         growth = self._bring(orders.plan, bucket, forest)
         has_trees = any(self._planted[seq].drafts or self._planted[seq].looks for seq in staying)
@@ -343,7 +365,7 @@ class ForestDecoder:
         self._draft.drop_steps()
         self._draft.flush()
         lanes = sessions * growth.growth.lanes
-        bucket = padded_bucket(lanes, sessions == 1, launcher.graphs.step.least, 0)
+        bucket = padded_bucket(lanes, forest.count == 1, launcher.graphs.step.least, 0)
         target.transfer.mark(target.stream.cuda).wait(launcher.stream.cuda)
         with launcher.stream.here():
             launcher.up({})
@@ -400,6 +422,11 @@ class ForestDecoder:
         return found
 
 
+def _capacity(sessions: int) -> int:
+    """Return the number of rows for so many sessions."""
+    return next(one for one in CAPACITIES if one >= sessions)
+
+
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     """Return where two lists begin to differ, or where the shorter one ends."""
     alike = zip(one, other, strict=False)
@@ -422,7 +449,19 @@ class PlanTables:
         self._total = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.no_results = torch.zeros(1, 4 + 2 * ENTRIES, device=device)
         self._brought: tuple[ForestPlan, Bucket] | None = None
-        self._made: ForestGrowth | None = None
+        self._made = ForestGrowth(
+            Growth((FREE,), NO_CHANCES), self._growth, Weights(NO_CHANCES, self._chances), self._now, self._wants,
+            self._total,
+        )  # fmt: skip
+
+    @property
+    def weights(self) -> Weights:
+        """What trees are weighed by."""
+        return self._made.weights
+
+    def growth_of(self, sessions: int) -> ForestGrowth:
+        """Return how the trees of so many sessions grow."""
+        return replace(self._made, now=self._now[:sessions], wants=self._wants[:sessions])
 
     def granting(self, sessions: int) -> Granting:
         """Return the scratch memory for so many sessions."""
@@ -444,13 +483,10 @@ class PlanTables:
                 padded = np.zeros(self._growth.shape[0])
                 padded[: len(numbers)] = numbers
                 parts += [padded, chance_numbers(within.chances)]
-                weights = Weights(within.chances, self._chances)
-                self._made = ForestGrowth(within, self._growth, weights, self._now, self._wants, self._total)
+                self._made = replace(self._made, growth=within, weights=Weights(within.chances, self._chances))
             launcher.transfer.into(self._all, np.concatenate(parts))
             self._brought = plan, bucket
-        if plan.growth is None or self._made is None:
-            return None
-        return replace(self._made, now=self._now[:sessions], wants=self._wants[:sessions])
+        return None if plan.growth is None else self.growth_of(sessions)
 
 
 def joins(request: Request, in_graph: bool) -> bool:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.core.forest import ForestOrders, ForestStep
+from specbranch.config import SpeculativeConfig
+from specbranch.core.forest import ForestOrders, ForestStep, wants_forests
 from specbranch.core.orders import Context, Receiver
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.request import Request, Spot
@@ -193,11 +194,18 @@ class GpuRunner(NativeRunner):
         if isinstance(draft, GpuRunner) and draft.device == self.device:
             with self.stream.in_turn():
                 self.early.warm_up_receiver(draft.tree)
+                self._warm_up_forest(draft)
 
     def launch_receiver(self, draft: object | None) -> None:
         """Launch the kernels that bring a draft's tree to a step, if both are on one device."""
         if isinstance(draft, GpuRunner) and draft.device == self.device:
             self.early.launch_receiver(draft.tree)
+            self._warm_up_forest(draft)
+
+    def _warm_up_forest(self, draft: GpuRunner | None) -> None:
+        if wants_forests() and self.grows_with(draft):
+            config = SpeculativeConfig()
+            self._forest_with(draft).warm_up((config.ngram_max, config.ngram_min))
 
     @property
     def tree(self) -> DeviceTree:
@@ -294,11 +302,14 @@ class GpuRunner(NativeRunner):
     def decode_forest(self, orders: ForestOrders, draft: object | None) -> ForestStep | None:
         """Make a round of draft trees on the device, and launch the next one."""
         assert draft is None or isinstance(draft, GpuRunner)
+        self.drop_steps()
+        return self._forest_with(draft).decode(orders)
+
+    def _forest_with(self, draft: GpuRunner | None) -> ForestDecoder:
         if self.forest is None or not self.forest.is_with(draft):
             self.leave_forest()
             self.forest = ForestDecoder(weakly(self), draft)
-        self.drop_steps()
-        return self.forest.decode(orders)
+        return self.forest
 
     def leave_forest(self) -> None:
         """Forget what is launched."""
