@@ -49,6 +49,7 @@ class ForestPlan:
     rows: int  # of the verify: one of each session, the others go to the likeliest nodes
     growth: Growth | None = None  # how trees grow, the same for all; None: they do not
     looks: NgramSizes | None = None
+    gain: float = 1.0  # expected tokens a second, by those of plain decoding
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> 
         return ForestPlan(0, sessions)
     wish = next((wish for wish in drafting if wish.right == middle), wishes[0])
     growth = replace(wish.growth, step=(FREE,) * lanes, lanes=lanes, free_time=0.0, rows=max(nodes, 1), row_price=0.0)
-    return ForestPlan(-steps, sessions + nodes * len(wishes), growth, looks)
+    return ForestPlan(-steps, sessions + nodes * len(wishes), growth, looks, rate / plain)
 
 
 def _draft_seconds(costs: Costs, context: float, steps: int, sessions: int, lanes: int) -> float:
