@@ -18,9 +18,12 @@ from specbranch.core.planner import LOOKED
 
 STEPS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)  # draft steps of a round that are compared
 NODES = (0, 1, 3, 7, 15)  # nodes of a session in a verify, on average
-OTHERS = (0.4, 0.15)  # chances of the draft's second and third candidate, as shares of what the first one leaves
+LATER_CANDIDATES = (
+    0.4,
+    0.15,
+)  # chances of the draft's second and third candidate, as shares of what the first one leaves
 FIRST_STEP_ROWS = 2  # committed tokens that the first draft step computes for a session, about
-FREE = 1e-9  # price of a draft step that is launched anyway
+NO_PRICE = 1e-9  # price of a draft step that is launched anyway
 
 
 def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> ForestPlan:
@@ -50,7 +53,9 @@ def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> 
     if rate <= plain:
         return ForestPlan(0, sessions)
     wish = next((wish for wish in drafting if wish.right == middle), wishes[0])
-    growth = replace(wish.growth, step=(FREE,) * lanes, lanes=lanes, free_time=0.0, rows=max(nodes, 1), row_price=0.0)
+    growth = replace(
+        wish.growth, step=(NO_PRICE,) * lanes, lanes=lanes, free_time=0.0, rows=max(nodes, 1), row_price=0.0
+    )
     return ForestPlan(-steps, sessions + nodes * len(wishes), growth, looks, rate / plain)
 
 
@@ -67,7 +72,7 @@ def _reaches(right: float, steps: int, looked: float) -> Iterator[float]:
     above = 1.0
     for _ in range(steps):
         yield above * right
-        yield from (above * (1.0 - right) * share for share in OTHERS)
+        yield from (above * (1.0 - right) * share for share in LATER_CANDIDATES)
         above *= right
     beside = (1.0 - right) if steps else 1.0  # what the draft has not said already
     follows = looked / (1.0 + looked)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from specbranch.core.forest import ForestEnd, ForestOrders, ForestPlan, ForestReport, ForestStep, NgramSizes
-from specbranch.core.forest_plan import FREE
+from specbranch.core.forest_plan import NO_PRICE
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.slots import TAIL
@@ -450,7 +450,7 @@ class PlanTables:
         self.no_results = torch.zeros(1, 4 + 2 * ENTRIES, device=device)
         self._brought: tuple[ForestPlan, Bucket] | None = None
         self._made = ForestGrowth(
-            Growth((FREE,), NO_CHANCES), self._growth, Weights(NO_CHANCES, self._chances), self._now, self._wants,
+            Growth((NO_PRICE,), NO_CHANCES), self._growth, Weights(NO_CHANCES, self._chances), self._now, self._wants,
             self._total,
         )  # fmt: skip
 
