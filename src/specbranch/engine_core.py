@@ -150,10 +150,12 @@ class EngineCore:
                 "needed for the answer. Shorten the prompt or raise context_length (--context-length)."
             )
 
-    def make_samples(self, prompt: list[int], params: SamplingParams, decoding: Decoding) -> list[Answer]:
+    def make_samples(
+        self, prompt: list[int], params: SamplingParams, decoding: Decoding, shown: frozenset[int] = frozenset()
+    ) -> list[Answer]:
         """Make the n unfinished answers of one prompt: they share the seed, and each has its sample number."""
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return [self.make_answer(prompt, params, decoding, seed, sample) for sample in range(params.n)]
+        return [self.make_answer(prompt, params, decoding, seed, sample, shown=shown) for sample in range(params.n)]
 
     def make_answer(
         self,
@@ -164,15 +166,17 @@ class EngineCore:
         sample: int = 0,
         forced: tuple[int, ...] = (),
         max_new_tokens: int | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> Answer:
-        """Make one unfinished answer. It starts with the `forced` tokens, and has at most `max_new_tokens` tokens."""
+        """Make one unfinished answer. It starts with the `forced` tokens, and has at most `max_new_tokens` tokens. Its
+        text has the special tokens `shown`, and no others."""
         self.check_length(prompt)
         rule, ends = decoding.config.rule, self.tokenizer.eos_ids
         request = Request(params, seed, len(prompt), sample, rule, ends, decoding.wants_forecast)
         limit = self.context_length
         if max_new_tokens is not None:
             limit = min(limit, len(prompt) + max_new_tokens)
-        return Answer(next(self.models.numbers), prompt, request, limit, self.tokenizer, decoding, forced)
+        return Answer(next(self.models.numbers), prompt, request, limit, self.tokenizer, decoding, forced, shown)
 
     def make_scoring(self, ids: list[int], top: int) -> Answer:
         """Make an unfinished answer that scores a text: its prompt is the first token, and all others are forced."""

@@ -64,6 +64,7 @@ class RequestOptions:
             Default None: no deadline.
         on_round: called after each round of the first sample with what both models did. The engine's thread calls it,
             so it has to be quick. Default None.
+        shown_tokens: special tokens that are part of the text, such as the markers of tool calls. Default: none.
     """
 
     method: str | None = None
@@ -71,6 +72,7 @@ class RequestOptions:
     priority: int = 0
     deadline: float | None = None
     on_round: RoundWatcher | None = None
+    shown_tokens: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int) or isinstance(self.priority, bool):

@@ -62,9 +62,17 @@ class Form(Protocol):
         """Return what a stream starts with, before any text; None for nothing."""
         ...
 
-    def news(self, index: int, pieces: Sequence[Piece]) -> New | None:
-        """Return new tokens as text, with their log-probabilities if they were requested; None if there is nothing to
-        send."""
+    def news(self, index: int, pieces: Sequence[Piece]) -> Sequence[New]:
+        """Return new tokens as text, with their log-probabilities if they were requested; nothing if there is nothing
+        to send."""
+        ...
+
+    def rest(self, index: int, text: str) -> Sequence[New]:
+        """Return text that came without a new token."""
+        ...
+
+    def held_back(self, index: int) -> Sequence[New]:
+        """Return what a parser has held back, as the answer is finished."""
         ...
 
     def part(self, index: int, new: New) -> BaseModel:

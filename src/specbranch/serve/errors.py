@@ -43,11 +43,20 @@ EXPECTED_FORMS = {  # of parameters that have several forms, and of what is in a
     "stop_token_ids": f"up to {MOST_STOP_IDS} token ids",
     "logit_bias": f"up to {MOST_BIASES} token ids with numbers from -100 to 100",
     "tokens": "a list of token ids",
-    "role": "one of system, developer, user, assistant",
+    "role": "one of system, developer, user, assistant, tool",
+    "tools": 'a list of tools such as {"type": "function", "function": {"name": "f", "parameters": {…}}}',
+    "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": "f"}}',
+    "tool_calls": 'a list of calls such as {"id": "1", "function": {"name": "f", "arguments": "{}"}}',
     "content": 'a text, or a list of parts such as {"type": "text", "text": "Hello"}',
 }
 
-SEVERAL_FORMS = ("prompt", "stop", "logit_bias", "content")  # may be of several types: no single part of them is wrong
+SEVERAL_FORMS = (
+    "prompt",
+    "stop",
+    "logit_bias",
+    "content",
+    "tool_choice",
+)  # may be of several types: no single part of them is wrong
 
 
 class ApiError(Exception):

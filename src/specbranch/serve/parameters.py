@@ -1,7 +1,7 @@
 """The parameters of a request: which are honoured, which change nothing, which are refused and why.
 
 Owns the three classes. Types and ranges are in `protocol.py`. Invariant: no parameter that would change an answer is
-ignored in silence. A value that requests the only behaviour there is (no tools, text) is accepted.
+ignored in silence. A value that requests the only behaviour there is (text, no images) is accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ WITHOUT_EFFECT = (
     "user",
     "metadata",
     "store",
-    "parallel_tool_calls",
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
@@ -29,12 +28,8 @@ WITHOUT_EFFECT = (
 )
 # Refused by name, as the answer would be another one; why.
 REFUSED = {
-    "tools": "tools come later",
-    "tool_choice": "tools come later",
-    "tool_calls": "tools come later",
-    "tool_call_id": "tools come later",
-    "functions": "tools come later",
-    "function_call": "tools come later",
+    "functions": "it was replaced by tools",
+    "function_call": "it was replaced by tool_choice",
     "response_format": "only text is written so far",
     "guided_json": "only text is written so far",
     "guided_regex": "only text is written so far",
@@ -66,13 +61,14 @@ REFUSED = {
     "logits_processors": "there are none here",
     "return_token_ids": "/tokenize tells token ids",
     "return_tokens_as_token_ids": "/tokenize tells token ids",
-    "include_reasoning": "reasoning is part of the answer here",
+    "include_reasoning": "reasoning is always sent, as reasoning_content",
 }
 # Values that request what the server does anyway; they are dropped.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "tool_calls": ([],),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),

@@ -6,6 +6,7 @@ Owns the checks of a prompt before the engine sees it. Invariant: content that i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -16,6 +17,7 @@ from specbranch.serve.errors import ApiError, too_long
 from specbranch.serve.parameters import decoding_options, sampling
 from specbranch.serve.protocol import ChatMessage, ContentPart, GenerationRequest, StreamOptions
 from specbranch.serve.serving import Serving
+from specbranch.serve.tools import AnswerFormats, tool_fields
 
 if TYPE_CHECKING:
     from specbranch.text.tokenizer import Tokenizer
@@ -30,6 +32,14 @@ RESERVED = (
 )  # the server sets these
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as the model reads it."""
+
+    text: str
+    ids: list[int]
+
+
 def prepared(
     serving: Serving,
     asked: GenerationRequest,
@@ -37,13 +47,15 @@ def prepared(
     max_tokens: int | None,
     logprobs: int | None,
     scored: int | None = None,
+    shown: frozenset[int] = frozenset(),
 ) -> Prepared:
-    """Check a request and return it as the engine takes it. `max_tokens` 0 generates nothing."""
+    """Check a request and return it as the engine takes it. `max_tokens` 0 generates nothing. `shown`: special tokens
+    that are part of the text."""
     _check_bias(serving, asked)
     return Prepared(
         prompts,
         sampling(asked, max(_longest(serving, max_tokens), 1), logprobs),
-        decoding_options(asked),
+        replace(decoding_options(asked), shown_tokens=shown),
         (asked.stream_options or StreamOptions()) if asked.stream else None,
         scored,
         generates=max_tokens != 0,
@@ -55,19 +67,20 @@ def deadline(serving: Serving, asked: GenerationRequest) -> float:
     return min(asked.deadline or serving.settings.timeout, serving.settings.timeout)
 
 
-def chat_ids(
+def chat_prompt(
     serving: Serving,
     messages: Sequence[ChatMessage],
     variables: dict[str, Any] | None = None,
     add_generation_prompt: bool = True,
-) -> list[int]:
-    """Return the tokens of a conversation; refuse one that is too long, if possible before it is tokenised."""
+    tools: list[dict[str, Any]] | None = None,
+) -> ChatPrompt:
+    """Return a conversation as text and tokens; refuse one that is too long, if possible before it is tokenised."""
     tokenizer, holds = serving.engine.tokenizer, serving.engine.context_length
     if len(messages) > holds:
         raise too_long(holds, f"are {len(messages)}, each of which takes more than one", "messages")
-    said = conversation(messages)
-    text = _rendered(tokenizer, said, variables, add_generation_prompt)
-    return encoded(serving, text, not tokenizer.has_chat_template, "messages")
+    said = conversation(messages, serving.formats)
+    text = _rendered(tokenizer, said, variables, add_generation_prompt, tools)
+    return ChatPrompt(text, encoded(serving, text, not tokenizer.has_chat_template, "messages"))
 
 
 def encoded(serving: Serving, text: str, add_special: bool, param: str) -> list[int]:
@@ -84,26 +97,27 @@ def check_length(serving: Serving, prompt: Sequence[int], param: str) -> None:
         raise too_long(holds, f"resulted in {len(prompt)} tokens", param)
 
 
-def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def conversation(messages: Sequence[ChatMessage], formats: AnswerFormats) -> list[dict[str, Any]]:
     """Return a conversation as a chat template takes it. The role "developer" becomes "system"."""
     said = []
     for at, message in enumerate(messages):
         where = f"messages[{at}]"
-        said.append({"role": _role(message, where), "content": _content(message, f"{where} ({message.role})")})
+        content = _content(message, f"{where} ({message.role})")
+        said.append({"role": _role(message, where), "content": content, **tool_fields(message, formats, where)})
     return said
 
 
 def _role(message: ChatMessage, where: str) -> str:
-    if message.role in ("tool", "function"):
-        raise ApiError(400, f"{where}.role is {message.role!r}: tools come later. Leave it out.", param="messages")
+    if message.role == "function":
+        raise ApiError(400, f"{where}.role is 'function', which was replaced by 'tool'. Use that.", param="messages")
     return "system" if message.role == "developer" else message.role
 
 
 def _content(message: ChatMessage, where: str) -> str:
     content = message.refusal if message.content is None else message.content
-    if content is None:
+    if content is None and not message.tool_calls:
         raise ApiError(400, f"{where} has no content; expected a text.", param="messages")
-    return content if isinstance(content, str) else "".join(_text(part, where) for part in content)
+    return content or "" if not isinstance(content, list) else "".join(_text(part, where) for part in content)
 
 
 def _text(part: ContentPart, where: str) -> str:
@@ -117,7 +131,11 @@ def _text(part: ContentPart, where: str) -> str:
 
 
 def _rendered(
-    tokenizer: Tokenizer, said: list[dict[str, Any]], variables: dict[str, Any] | None, add_generation_prompt: bool
+    tokenizer: Tokenizer,
+    said: list[dict[str, Any]],
+    variables: dict[str, Any] | None,
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None,
 ) -> str:
     """Have the model's template write a conversation. Pass on what the template raises itself, but no other error."""
     given = variables or {}
@@ -125,7 +143,7 @@ def _rendered(
         said_of = f"chat_template_kwargs has {reserved[0]!r}, which the server sets itself. Leave it out."
         raise ApiError(400, said_of, param="chat_template_kwargs")
     try:
-        return tokenizer.chat_text(said, add_generation_prompt, variables=given)
+        return tokenizer.chat_text(said, add_generation_prompt, tools, given)
     except BadParameter as error:
         if error.__cause__ is None or type(error.__cause__) is TemplateError:
             raise ApiError(400, str(error), param="messages") from None

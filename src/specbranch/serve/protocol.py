@@ -16,9 +16,11 @@ from specbranch.serve.settings import (
     LONGEST_STOP,
     MOST_BIASES,
     MOST_LOGPROBS,
+    MOST_NAME,
     MOST_SAMPLES,
     MOST_STOP_IDS,
     MOST_STOPS,
+    MOST_TOOLS,
 )
 
 LARGEST_INTEGER = 2**63 - 1
@@ -28,7 +30,7 @@ TokenId = Annotated[BiasedId, Field(strict=True)]  # no boolean
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopText = Annotated[str, Field(max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Reason = Literal["stop", "length"]
+Reason = Literal["stop", "length", "tool_calls"]
 
 
 def few_biases(given: Any) -> Any:
@@ -90,7 +92,6 @@ class GenerationRequest(Body):
     user: Any = None
     metadata: Any = None
     store: Any = None
-    parallel_tool_calls: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
@@ -111,6 +112,52 @@ class ContentPart(Body):
     cache_control: Any = None
 
 
+class CalledFunction(Body):
+    """What an earlier answer has called."""
+
+    name: str
+    arguments: str | dict[str, Any] = Field("{}", description="JSON, as a text.")
+
+
+class EarlierCall(Body):
+    """A tool call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # clients that repeat what a stream said
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1, max_length=MOST_NAME, pattern=r"^[\w.\-]+$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="The JSON schema of its arguments.")
+    strict: bool = False
+
+
+class Tool(Body):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"] = "function"
+    function: FunctionTool
+    cache_control: Any = None
+
+
+class ChosenFunction(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that the model has to call."""
+
+    type: Literal["function"] = "function"
+    function: ChosenFunction
+
+
 class ChatMessage(Body):
     """One turn of a conversation."""
 
@@ -118,6 +165,10 @@ class ChatMessage(Body):
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     refusal: str | None = None
+    tool_calls: Annotated[list[EarlierCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -132,6 +183,9 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
 
 
 class CompletionRequest(GenerationRequest):
@@ -155,6 +209,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -235,12 +290,31 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class CallText(BaseModel):
+    """A called function, or new text of its arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A tool call; in a stream what is new of it, with the number of the call."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CallText
+
+
 class AssistantMessage(BaseModel):
     """What the model said, or what is new of it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same; vLLM's name now
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -344,5 +418,9 @@ BODY_PARTS: dict[str, type[Body]] = {  # by the parameter that holds them
     "content": ContentPart,
     "stream_options": StreamOptions,
     "speculative": SpeculativeChoice,
+    "tools": Tool,
+    "tool_choice": NamedTool,
+    "tool_calls": EarlierCall,
+    "function": FunctionTool,
 }
 PARAMETER_NAMES = frozenset(name for body in (*BODIES.values(), *BODY_PARTS.values()) for name in body.model_fields)

@@ -22,7 +22,9 @@ _SIGNS: tuple[tuple[str, ToolFormat], ...] = (
     ("<|python_tag|>", LLAMA),
     ('{"name": function name, "parameters":', LLAMA),
 )
-REASONING = {"think": THINK, "mistral": BRACKETS}
+# vLLM has a name for each model; they differ in markers alone.
+REASONING = {"think": THINK, "qwen3": THINK, "deepseek_r1": THINK, "mistral": BRACKETS}
+NO_REASONING = "none"  # reasoning stays part of the text
 
 
 def format_of(template: str) -> ToolFormat | None:

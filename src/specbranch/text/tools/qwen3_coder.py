@@ -163,15 +163,15 @@ def _kinds(schema: Mapping[str, Any] | None, key: str) -> frozenset[str]:
     return _types(properties.get(key)) if isinstance(properties, Mapping) else frozenset()
 
 
-def _types(described: Any) -> frozenset[str]:
-    if not isinstance(described, Mapping):
+def _types(described: Any, depth: int = 4) -> frozenset[str]:
+    if not isinstance(described, Mapping) or not depth:
         return frozenset()
     given = described.get("type")
     found = {given} if isinstance(given, str) else {one for one in given or () if isinstance(one, str)}
     for name in ("anyOf", "oneOf", "allOf"):
         several = described.get(name)
         for one in several if isinstance(several, list) else ():
-            found |= _types(one)
+            found |= _types(one, depth - 1)
     return frozenset(found) or frozenset({"any"} if "$ref" in described else ())
 
 

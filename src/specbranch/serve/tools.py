@@ -1,0 +1,172 @@
+"""Tools of a request: what the template is given, which parser reads the answer, what the answer has to follow.
+
+Owns the formats of the served model, the checks of `tools` and `tool_choice`, and the parser of each answer. The
+formats themselves are in `text/tools/`. Invariant: a request whose tools would not be honoured is refused with a
+sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specbranch.serve.errors import ApiError
+from specbranch.serve.protocol import ChatMessage, ChatRequest, EarlierCall, NamedTool, Tool
+from specbranch.serve.settings import ServerSettings
+from specbranch.text.tools.answer_parser import AnswerParser, CallParser
+from specbranch.text.tools.formats import ALIASES, FORMATS, NO_REASONING, REASONING, format_of, thinking_of
+from specbranch.text.tools.reading import ToolFormat
+from specbranch.text.tools.reasoning import ReasoningParser, ThinkMarkers
+
+if TYPE_CHECKING:
+    from specbranch.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormats:
+    """How the served model writes tool calls and reasoning."""
+
+    takes_tools: bool  # the chat template reads them
+    calls: ToolFormat | None
+    thinking: ThinkMarkers | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, settings: ServerSettings) -> AnswerFormats:
+        """Take the formats that are named, or those that the chat template shows."""
+        template, call_name, thinking_name = (
+            tokenizer.tool_template,
+            settings.tool_call_parser,
+            settings.reasoning_parser,
+        )
+        source = "" if template is None else template.source
+        calls = format_of(source) if call_name is None else FORMATS[ALIASES.get(call_name, call_name)]
+        thinking = thinking_of(source) if thinking_name is None else REASONING.get(thinking_name)
+        return cls(
+            template is not None and template.takes_tools, calls, None if thinking_name == NO_REASONING else thinking
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one request."""
+
+    formats: AnswerFormats
+    tools: tuple[Tool, ...]  # that the model may call
+    parallel: bool  # several calls in one answer
+
+    @classmethod
+    def of(cls, formats: AnswerFormats, asked: ChatRequest) -> ToolUse:
+        """Check the tools of a request. With the choice "none" the model is told of none."""
+        tools, choice = asked.tools or [], asked.tool_choice
+        check_choice(asked)
+        if tools:
+            check_formats(formats, "tools")
+        constraint_of_tools(formats, asked)
+        return cls(formats, () if choice == "none" else tuple(tools), asked.parallel_tool_calls)
+
+    @property
+    def described(self) -> list[dict[str, Any]] | None:
+        """The tools as a chat template takes them."""
+        return described(self.tools)
+
+    def markers(self) -> list[str]:
+        """Return the markers that the parser has to see; some are special tokens, which are no text otherwise."""
+        thinking, calls = self.formats.thinking, self.formats.calls if self.tools else None
+        return [*((thinking.opening, thinking.closing) if thinking else ()), *(calls.markers if calls else ())]
+
+    def parses(self) -> bool:
+        """Return True if an answer is more than text."""
+        return bool(self.tools) or self.formats.thinking is not None
+
+    def parser(self, prompt: str) -> AnswerParser:
+        """Return a parser for one answer to a prompt."""
+        thinking, calls = self.formats.thinking, self.formats.calls if self.tools else None
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+        return AnswerParser(
+            ReasoningParser(thinking, thinking.are_open(prompt)) if thinking else None,
+            CallParser(calls, schemas) if calls else None,
+        )
+
+
+def constraint_of_tools(formats: AnswerFormats, asked: ChatRequest) -> dict[str, Any]:
+    """Return what the answer has to follow for its tools, by its name in `SamplingParams`; nothing if it is free.
+
+    Here a grammar is plugged in: of all functions (`required`), of one (a named function), or of the arguments of
+    strict functions in free text (`auto`), each in the markers of `formats.calls`. Until then such requests are
+    refused.
+    """
+    choice = asked.tool_choice
+    if choice == "required" or isinstance(choice, NamedTool):
+        what = "'required'" if choice == "required" else "a function"
+        said = f"tool_choice is {what}, but this server has no grammar that makes the model call one. Use 'auto'."
+        raise ApiError(400, said, code="unsupported_parameter", param="tool_choice")
+    strict = [tool.function.name for tool in asked.tools or () if tool.function.strict]
+    if strict and choice != "none":
+        said = f"The function {strict[0]!r} is strict, but this server has no grammar for the arguments of a call."
+        raise ApiError(400, f"{said} Leave out strict.", code="unsupported_parameter", param="tools")
+    return {}
+
+
+def check_choice(asked: ChatRequest) -> None:
+    """Refuse a choice that the tools do not have, and tools of the same name."""
+    names = [tool.function.name for tool in asked.tools or ()]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ApiError(400, f"tools has two functions {twice!r}. Give each a name of its own.", param="tools")
+    choice = asked.tool_choice
+    if not names and choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice asks for a call, but there are no tools. Send tools.", param="tool_choice")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        said = f"tool_choice is {choice.function.name!r:.100}, which is none of the tools: {', '.join(names)[:300]}."
+        raise ApiError(400, said, param="tool_choice")
+
+
+def check_formats(formats: AnswerFormats, param: str) -> None:
+    """Refuse tools that the model would not read, or whose calls could not be read."""
+    if not formats.takes_tools:
+        said = "The model's chat template takes no tools, so the model would not hear of them."
+        raise ApiError(400, f"{said} Leave {param} out, or serve another model.", param=param)
+    if formats.calls is None:
+        said = "The model's chat template does not show how it writes tool calls."
+        raise ApiError(400, f"{said} Start the server with --tool-call-parser ({', '.join(FORMATS)}).", param=param)
+
+
+def described(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    """Return tools as a chat template takes them."""
+    found = []
+    for tool in tools or ():
+        given = {"name": tool.function.name, "description": tool.function.description}
+        values = {**given, "parameters": tool.function.parameters}
+        found.append({"type": "function", "function": {name: one for name, one in values.items() if one is not None}})
+    return found or None
+
+
+def tool_fields(message: ChatMessage, formats: AnswerFormats, where: str) -> dict[str, Any]:
+    """Return the fields of a message that concern tools and reasoning, as a chat template takes them."""
+    found: dict[str, Any] = {}
+    if message.tool_calls or message.role == "tool":
+        check_formats(formats, f"{where} ({message.role})")
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise ApiError(400, f"{where}.tool_calls: only an assistant calls tools.", param="messages")
+        found["tool_calls"] = [_earlier(call) for call in message.tool_calls]
+    if message.role == "tool":
+        found |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if thought is not None and message.role == "assistant":
+        found["reasoning_content"] = thought
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _earlier(call: EarlierCall) -> dict[str, Any]:
+    """Return an earlier call. Templates expect its arguments as an object; what is no JSON stays a text."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            found = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        arguments = found if isinstance(found, dict) else arguments
+    named = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return named if call.id is None else {"id": call.id, **named}
