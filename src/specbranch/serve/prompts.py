@@ -135,7 +135,7 @@ def _rendered(
     said: list[dict[str, Any]],
     variables: dict[str, Any] | None,
     add_generation_prompt: bool,
-    tools: list[dict[str, Any]] | None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """Have the model's template write a conversation. Pass on what the template raises itself, but no other error."""
     given = variables or {}

@@ -124,12 +124,16 @@ def check_choice(asked: ChatRequest) -> None:
 
 def check_formats(formats: AnswerFormats, param: str) -> None:
     """Refuse tools that the model would not read, or whose calls could not be read."""
-    if not formats.takes_tools:
-        said = "The model's chat template takes no tools, so the model would not hear of them."
-        raise ApiError(400, f"{said} Leave {param} out, or serve another model.", param=param)
+    _check_template(formats, param, param)
     if formats.calls is None:
         said = "The model's chat template does not show how it writes tool calls."
         raise ApiError(400, f"{said} Start the server with --tool-call-parser ({', '.join(FORMATS)}).", param=param)
+
+
+def _check_template(formats: AnswerFormats, what: str, param: str) -> None:
+    if not formats.takes_tools:
+        said = "The model's chat template takes no tools, so the model would not hear of them."
+        raise ApiError(400, f"{said} Leave {what} out, or serve another model.", param=param)
 
 
 def described(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
@@ -146,7 +150,7 @@ def tool_fields(message: ChatMessage, formats: AnswerFormats, where: str) -> dic
     """Return the fields of a message that concern tools and reasoning, as a chat template takes them."""
     found: dict[str, Any] = {}
     if message.tool_calls or message.role == "tool":
-        check_formats(formats, f"{where} ({message.role})")
+        _check_template(formats, f"{where} ({message.role})", "messages")
     if message.tool_calls:
         if message.role != "assistant":
             raise ApiError(400, f"{where}.tool_calls: only an assistant calls tools.", param="messages")
