@@ -11,6 +11,13 @@ import pytest
 from running import events
 from scripted import Script, called, scripted, tool
 
+from small_tokenizers import byte_level
+from specbranch.errors import BadParameter
+from specbranch.serve.settings import ServerSettings
+from specbranch.serve.tools import AnswerFormats
+from specbranch.text.tokenizer import Tokenizer
+from specbranch.text.tools.reasoning import BRACKETS, THINK
+
 WEATHER = tool("weather", city={"type": "string"})
 TIME = tool("time")
 TALK: list[Any] = [{"role": "user", "content": "How is the weather?"}]
@@ -226,3 +233,24 @@ def test_the_tokens_of_tools_are_counted(script: Script, client: openai.OpenAI) 
     used = ask(client).usage.prompt_tokens
     counted = script.served.post("/tokenize", {"messages": TALK, "tools": [WEATHER, TIME]}).json()["count"]
     assert counted == used > script.served.post("/tokenize", {"messages": TALK}).json()["count"]
+
+
+def test_formats_are_those_of_the_template_or_those_that_are_named() -> None:
+    shows = Tokenizer(byte_level(), {}, (), "{{ tools }}<tool_call></think>")
+    silent = Tokenizer(byte_level(), {}, (), "{{ messages }}")
+
+    def found(tokenizer: Tokenizer, **given: Any) -> tuple[Any, ...]:
+        formats = AnswerFormats.of(tokenizer, ServerSettings(**given))
+        return formats.takes_tools, formats.calls and formats.calls.name, formats.thinking
+
+    assert found(shows) == (True, "hermes", THINK) and found(silent) == (False, None, None)
+    assert found(shows, tool_call_parser="qwen3_xml") == (True, "qwen3_coder", THINK)
+    assert found(shows, reasoning_parser="none") == (True, "hermes", None)
+    assert found(silent, reasoning_parser="mistral")[2] is BRACKETS
+    assert found(Tokenizer(byte_level(), {})) == (False, None, None)
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(BadParameter, match=r"Unknown .* parser 'mistrall'. Did you mean 'mistral'.*Known: "):
+        ServerSettings(**{name: "mistrall"})

@@ -1,6 +1,8 @@
 """Tool calls of Hermes and Qwen: a JSON object between <tool_call> and </tool_call>.
 
-Owns this format. Invariant: an end marker within a text of the arguments ends nothing.
+Owns this format. Qwen2.5-Coder often writes ```json or <tools> instead, or no marker at all. Invariants: JSON without
+the right marker is a call only if it names one of the request's functions. An end marker within a text of the arguments
+ends nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from specbranch.text.tools.json_call import JsonCall
 from specbranch.text.tools.reading import Calls, Outcome, State, ToolFormat, starts_with
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_CLOSES = {OPEN: CLOSE, "<tools>": "</tools>", "```json": "```", "": ""}  # by opening marker
 
 
 class HermesReader:
@@ -16,6 +19,8 @@ class HermesReader:
 
     def __init__(self, calls: Calls, opening: str) -> None:
         self._calls, self._said = calls, opening  # what becomes text if the next object is malformed
+        self._close = _CLOSES[opening]
+        self._known = None if opening == OPEN else calls.schemas
         self._held = ""  # not read yet
         self._call: JsonCall | None = None
         self._had_one = False
@@ -34,12 +39,13 @@ class HermesReader:
         if self._call is not None:
             head = self._call.finish()
             return self._said + head if head else ""
-        return "" if self._had_one and CLOSE.startswith(self._held.strip()) else self._said + self._held
+        return "" if self._had_one and self._close.startswith(self._held.strip()) else self._said + self._held
 
     def _within(self, call: JsonCall) -> Outcome:
         self._held = call.feed(self._held)
         if call.state is State.MALFORMED:
-            return Outcome(State.MALFORMED, call.raw + self._held, self._said)
+            raw = call.raw + self._held
+            return Outcome(State.MALFORMED, raw[1:], self._said + raw[:1])
         if call.state is State.DONE:
             self._call, self._said, self._had_one = None, "", True
         return Outcome()
@@ -53,16 +59,16 @@ class HermesReader:
             return Outcome()
         if found.startswith("{"):
             self._said += space
-            self._held, self._call = found, JsonCall(self._calls)
+            self._held, self._call = found, JsonCall(self._calls, self._known)
             return Outcome()
         if not found:
             return Outcome()
         if not self._had_one:
             return Outcome(State.MALFORMED, self._held, self._said)
-        marker = starts_with(found, (CLOSE,))
-        if marker == "":
+        if self._close and starts_with(found, (self._close,)) == "":
             return Outcome()
-        return Outcome(State.DONE, self._held if marker is None else found.removeprefix(CLOSE))
+        is_closed = self._close and found.startswith(self._close)
+        return Outcome(State.DONE, found.removeprefix(self._close) if is_closed else self._held)
 
 
-HERMES = ToolFormat("hermes", (OPEN,), HermesReader, (OPEN, CLOSE))
+HERMES = ToolFormat("hermes", tuple(filter(None, _CLOSES)), HermesReader, (OPEN, CLOSE), reads_bare=True)

@@ -106,7 +106,7 @@ class JsonCall:
         start, scanner = at, self._scanner
         while at < len(text):
             character = text[at]
-            if character == "<" and not scanner.in_text:  # no JSON: the end marker of a call that lacks brackets
+            if character in "<`" and not scanner.in_text:  # no JSON: the end marker of a call that lacks brackets
                 self._calls.add(before + text[start:at])
                 return self._done(at)
             scanner.step(character)
