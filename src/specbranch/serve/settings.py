@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from specbranch.errors import BadParameter, unknown
-from specbranch.text.tools.formats import ALIASES, FORMATS, NO_REASONING, REASONING
+from specbranch.text.tools.formats import FORMAT_ALIASES, FORMATS, NO_REASONING, REASONING
 
 MOST_SAMPLES = 128  # of one request: n times its prompts
 MOST_LOGPROBS = 20  # of the likeliest tokens reported at a position
@@ -55,7 +55,7 @@ class ServerSettings:
                 raise BadParameter(f"{said} {LONGEST_SETTING:.0f} (a year).")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise BadParameter(f"max_tokens is {self.max_tokens!r}; expected a whole number ≥ 1, or nothing.")
-        _check_name("tool call parser", self.tool_call_parser, (*FORMATS, *ALIASES))
+        _check_name("tool call parser", self.tool_call_parser, (*FORMATS, *FORMAT_ALIASES))
         _check_name("reasoning parser", self.reasoning_parser, (*REASONING, NO_REASONING))
         if not 0 <= self.port <= 65535:
             raise BadParameter(f"port is {self.port}; expected one from 0 (any that is free) to 65535.")

@@ -16,7 +16,7 @@ from specbranch.serve.errors import ApiError
 from specbranch.serve.protocol import ChatMessage, ChatRequest, EarlierCall, NamedTool, Tool
 from specbranch.serve.settings import ServerSettings
 from specbranch.text.tools.answer_parser import AnswerParser, CallParser
-from specbranch.text.tools.formats import ALIASES, FORMATS, NO_REASONING, REASONING, format_of, thinking_of
+from specbranch.text.tools.formats import FORMAT_ALIASES, FORMATS, NO_REASONING, REASONING, format_of, thinking_of
 from specbranch.text.tools.reading import ToolFormat
 from specbranch.text.tools.reasoning import ReasoningParser, ThinkMarkers
 
@@ -41,7 +41,7 @@ class AnswerFormats:
             settings.reasoning_parser,
         )
         source = "" if template is None else template.source
-        calls = format_of(source) if call_name is None else FORMATS[ALIASES.get(call_name, call_name)]
+        calls = format_of(source) if call_name is None else FORMATS[FORMAT_ALIASES.get(call_name, call_name)]
         thinking = thinking_of(source) if thinking_name is None else REASONING.get(thinking_name)
         return cls(
             template is not None and template.takes_tools, calls, None if thinking_name == NO_REASONING else thinking

@@ -13,7 +13,7 @@ from specbranch.text.tools.reading import ToolFormat
 from specbranch.text.tools.reasoning import BRACKETS, THINK, ThinkMarkers
 
 FORMATS: dict[str, ToolFormat] = {form.name: form for form in (HERMES, QWEN3_CODER, LLAMA, MISTRAL)}
-ALIASES = {"qwen": "hermes", "qwen25": "hermes", "qwen3_xml": "qwen3_coder", "llama3": "llama3_json"}
+FORMAT_ALIASES = {"qwen": "hermes", "qwen25": "hermes", "qwen3_xml": "qwen3_coder", "llama3": "llama3_json"}
 # What a template writes for earlier calls, or tells the model to write. The first that fits is taken.
 _SIGNS: tuple[tuple[str, ToolFormat], ...] = (
     ("<function=", QWEN3_CODER),

@@ -8,10 +8,9 @@ ends nothing.
 from __future__ import annotations
 
 from specbranch.text.tools.json_call import JsonCall
-from specbranch.text.tools.reading import Calls, Outcome, State, ToolFormat, starts_with
+from specbranch.text.tools.reading import CALL_END, CALL_START, Calls, Outcome, State, ToolFormat, starts_with
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_CLOSES = {OPEN: CLOSE, "<tools>": "</tools>", "```json": "```", "": ""}  # by opening marker
+_CLOSES = {CALL_START: CALL_END, "<tools>": "</tools>", "```json": "```", "": ""}  # by opening marker
 
 
 class HermesReader:
@@ -20,7 +19,7 @@ class HermesReader:
     def __init__(self, calls: Calls, opening: str) -> None:
         self._calls, self._said = calls, opening  # what becomes text if the next object is malformed
         self._close = _CLOSES[opening]
-        self._known = None if opening == OPEN else calls.schemas
+        self._known = None if opening == CALL_START else calls.schemas
         self._held = ""  # not read yet
         self._call: JsonCall | None = None
         self._had_one = False
@@ -71,4 +70,4 @@ class HermesReader:
         return Outcome(State.DONE, found.removeprefix(self._close) if is_closed else self._held)
 
 
-HERMES = ToolFormat("hermes", tuple(filter(None, _CLOSES)), HermesReader, (OPEN, CLOSE), reads_bare=True)
+HERMES = ToolFormat("hermes", tuple(filter(None, _CLOSES)), HermesReader, (CALL_START, CALL_END), reads_bare=True)

@@ -11,7 +11,7 @@ import re
 from specbranch.text.tools.json_call import JsonCall, Scanner
 from specbranch.text.tools.reading import Calls, Outcome, State, ToolFormat
 
-OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _HEAD = re.compile(r"\s*([\w.\-]{1,128})\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*")
 _LONGEST = 512  # characters of a name with its markers
 
@@ -130,4 +130,4 @@ class _Named:
         return Outcome()
 
 
-MISTRAL = ToolFormat("mistral", (OPEN,), MistralReader, (OPEN, ID, ARGS), short_ids=True)
+MISTRAL = ToolFormat("mistral", (TOOL_CALLS,), MistralReader, (TOOL_CALLS, CALL_ID, ARGS), short_ids=True)

@@ -10,9 +10,18 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from specbranch.text.tools.reading import LONGEST_HEAD, Calls, Outcome, State, ToolFormat, find_marker, starts_with
+from specbranch.text.tools.reading import (
+    CALL_END,
+    CALL_START,
+    LONGEST_HEAD,
+    Calls,
+    Outcome,
+    State,
+    ToolFormat,
+    find_marker,
+    starts_with,
+)
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END = "<function=", "</function>"
 PARAMETER, VALUE_END = "<parameter=", "</parameter>"
 _ENDS = (VALUE_END, PARAMETER, END)  # of a value: models sometimes forget the first
@@ -26,7 +35,7 @@ class Qwen3CoderReader:
     def __init__(self, calls: Calls, opening: str) -> None:
         self._calls, self._raw = calls, opening  # all that was read, while the call is not begun
         self._held = ""  # not read yet
-        self._phase = self._open if opening == OPEN else self._name
+        self._phase = self._open if opening == CALL_START else self._name
         self._function, self._key = "", ""
         self._begun, self._parameters = False, 0
         self._streams = False  # the value is a text, passed on as it comes
@@ -75,7 +84,7 @@ class Qwen3CoderReader:
     def _body(self) -> Outcome | None:
         """Look for a parameter or the end. The first of them makes it a call."""
         found = self._held.lstrip()
-        marker = starts_with(found, (PARAMETER, END, CLOSE))
+        marker = starts_with(found, (PARAMETER, END, CALL_END))
         if marker == "" and len(self._held) < LONGEST_HEAD:
             return None
         if not marker:
@@ -87,8 +96,8 @@ class Qwen3CoderReader:
         if marker == PARAMETER:
             self._held, self._phase = found.removeprefix(PARAMETER), self._parameter
             return None
-        if marker == CLOSE:
-            return self._ended(found.removeprefix(CLOSE))
+        if marker == CALL_END:
+            return self._ended(found.removeprefix(CALL_END))
         self._end()
         self._held, self._phase = found.removeprefix(END), self._close
         return None
@@ -134,10 +143,10 @@ class Qwen3CoderReader:
     def _close(self) -> Outcome | None:
         """Look for the end marker around the function, which may be missing."""
         found = self._held.lstrip()
-        marker = starts_with(found, (CLOSE,))
+        marker = starts_with(found, (CALL_END,))
         if marker == "":
             return None
-        return Outcome(State.DONE, self._held if marker is None else found.removeprefix(CLOSE))
+        return Outcome(State.DONE, self._held if marker is None else found.removeprefix(CALL_END))
 
     def _end(self) -> None:
         self._calls.add("}")
@@ -153,7 +162,7 @@ class Qwen3CoderReader:
 
     def _malformed(self) -> Outcome:
         """Give up: the opening marker is text, and the rest is searched again."""
-        opening = OPEN if self._raw.startswith(OPEN) else FUNCTION
+        opening = CALL_START if self._raw.startswith(CALL_START) else FUNCTION
         return Outcome(State.MALFORMED, self._raw.removeprefix(opening) + self._held, opening)
 
 
@@ -195,4 +204,4 @@ def _escaped(text: str) -> str:
     return _json(text)[1:-1]
 
 
-QWEN3_CODER = ToolFormat("qwen3_coder", (OPEN, FUNCTION), Qwen3CoderReader, (OPEN, CLOSE))
+QWEN3_CODER = ToolFormat("qwen3_coder", (CALL_START, FUNCTION), Qwen3CoderReader, (CALL_START, CALL_END))

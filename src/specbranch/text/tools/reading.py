@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from specbranch.text.tools.events import CallArguments, CallBegun, CallEnded, Event
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the functions that may be called, and the JSON schemas of their arguments
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"  # around a call of Hermes, Qwen and Qwen3-Coder
 LONGEST_HEAD = 2**16  # characters that are held back before a call has its name: a longer head is text
 
 
