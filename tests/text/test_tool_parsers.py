@@ -373,3 +373,67 @@ def test_a_template_shows_its_format(template: str, name: str | None) -> None:
 
 def test_a_template_shows_if_the_model_thinks() -> None:
     assert thinking_of("{{ content.split('</think>')[-1] }}") is THINK and thinking_of("plain") is None
+
+
+F, G = hermes("f", "{}"), hermes("g", '{"a": 1}')
+# Chunks of several tokens that broke the parsers of other servers, with the numbers of their issues.
+CHUNKS: list[tuple[str, list[str], list[Event]]] = [
+    (
+        "rtp-llm#694, 1: reasoning ends, text, call starts",
+        ["<think>a", "</think> b<tool_call>", F.removeprefix("<tool_call>")],
+        [Thought("a"), Said("b"), *call(0, "f", "{}")],
+    ),
+    (
+        "rtp-llm#694, 2: a call starts within a chunk",
+        ["a <tool", F.removeprefix("<tool")],
+        [Said("a"), *call(0, "f", "{}")],
+    ),
+    ("rtp-llm#694, 3: arguments and end in a chunk", [F[:20], F[20:]], call(0, "f", "{}")),
+    ("rtp-llm#694, 4: end and text in a chunk", [F[:-12], F[-12:] + "yes"], [*call(0, "f", "{}"), Said("yes")]),
+    ("rtp-llm#694, 5: a whole call in a chunk", [F], call(0, "f", "{}")),
+    (
+        "rtp-llm#694, 6: several calls in a chunk",
+        [".." + F + G],
+        [Said(".."), *call(0, "f", "{}"), *call(1, "g", '{"a": 1}')],
+    ),
+    (
+        "rtp-llm#694, 7: end and start in a chunk",
+        [F[:-12], F[-12:] + "<tool_call>", G.removeprefix("<tool_call>")],
+        [*call(0, "f", "{}"), *call(1, "g", '{"a": 1}')],
+    ),
+    (
+        "vllm#56077, #56113: name and arguments lost behind the end of reasoning",
+        ["<think>a", f"</think>{G[:30]}", G[30:]],
+        [Thought("a"), *call(0, "g", '{"a": 1}')],
+    ),
+    ("vllm#42781: reasoning cut short", ["<think>a", " b</think>", "c"], [Thought("a b"), Said("c")]),
+    (
+        "vllm#53638: a stray marker before the call",
+        ["<tool_call> I will", f" call. {G}"],
+        [Said("<tool_call> I will call."), *call(0, "g", '{"a": 1}')],
+    ),
+]
+
+
+@pytest.mark.parametrize(("pieces", "events"), [one[1:] for one in CHUNKS], ids=[one[0] for one in CHUNKS])
+def test_chunks_that_broke_other_parsers_break_nothing_here(pieces: list[str], events: list[Event]) -> None:
+    assert parse("hermes", pieces) == events
+
+
+TWO_CALLS = {
+    "hermes": F + G,
+    "qwen3_coder": "<tool_call><function=f></function></tool_call>\n<tool_call><function=g>\n<parameter=a>\n1\n"
+    "</parameter></function></tool_call>",
+    "llama3_json": '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1}}]',
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_two_calls_in_up_to_three_chunks_lose_nothing(form: str) -> None:  # sglang#31915, #35564; vllm#41967
+    text = TWO_CALLS[form]
+    second = '{"a": "1"}' if form == "qwen3_coder" else '{"a": 1}'  # no schema: a text
+    for first in range(0, len(text), 3):
+        for other in range(first, len(text), 7):
+            events = parse(form, [text[:first], text[first:other], text[other:]])
+            assert events == [*call(0, "f", "{}"), *call(1, "g", second)], (text[:first], text[first:other])
