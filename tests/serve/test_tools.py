@@ -254,3 +254,43 @@ def test_formats_are_those_of_the_template_or_those_that_are_named() -> None:
 def test_an_unknown_parser_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(BadParameter, match=r"Unknown .* parser 'mistrall'. Did you mean 'mistral'.*Known: "):
         ServerSettings(**{name: "mistrall"})
+
+
+def nested(depth: int) -> dict[str, Any]:
+    made: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        made = {"anyOf": [made]}
+    return made
+
+
+HOSTILE: list[Any] = [
+    5,
+    [],
+    "x",
+    None,
+    {"type": 5},
+    {"type": {"a": 1}},
+    {"type": [[], "null"]},
+    {"anyOf": 3},
+    nested(150),
+]
+
+
+@pytest.mark.parametrize("schema", HOSTILE, ids=lambda one: repr(one)[:30])
+def test_no_schema_breaks_the_server(script: Script, client: openai.OpenAI, schema: Any) -> None:
+    script.text = FORMS["qwen3_coder"]
+    odd = tool("weather", city=schema)
+    with script.format("qwen3_coder"):
+        calls = calls_of(ask(client, tools=[odd]).choices[0].message)
+    assert [name for name, _ in calls] == ["weather"] and "Oslo" in json.loads(calls[0][1])["city"]
+
+
+def test_deep_schemas_and_arguments_are_answered_or_refused(script: Script) -> None:
+    script.text = "Hello."
+    deep = '{"a":' * 3000 + "1" + "}" * 3000
+    call = {"function": {"name": "time", "arguments": deep}}
+    bodies = [
+        {"messages": TALK, "tools": [tool("f", a=nested(400))]},
+        {"messages": [*TALK, {"role": "assistant", "tool_calls": [call]}], "tools": [TIME]},
+    ]
+    assert all(script.served.post("/v1/chat/completions", body).status_code in (200, 400) for body in bodies)

@@ -8,7 +8,7 @@ sentence.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class ToolUse:
     formats: AnswerFormats
     tools: tuple[Tool, ...]  # that the model may call
     parallel: bool  # several calls in one answer
+    constraint: Mapping[str, Any]  # what the answer has to follow, by its name in `SamplingParams`
 
     @classmethod
     def of(cls, formats: AnswerFormats, asked: ChatRequest) -> ToolUse:
@@ -63,8 +64,8 @@ class ToolUse:
         check_choice(asked)
         if tools:
             check_formats(formats, "tools")
-        constraint_of_tools(formats, asked)
-        return cls(formats, () if choice == "none" else tuple(tools), asked.parallel_tool_calls)
+        used = () if choice == "none" else tuple(tools)
+        return cls(formats, used, asked.parallel_tool_calls, constraint_of_tools(formats, asked))
 
     @property
     def described(self) -> list[dict[str, Any]] | None:
@@ -93,7 +94,7 @@ class ToolUse:
 def constraint_of_tools(formats: AnswerFormats, asked: ChatRequest) -> dict[str, Any]:
     """Return what the answer has to follow for its tools, by its name in `SamplingParams`; nothing if it is free.
 
-    Here a grammar is plugged in: of all functions (`required`), of one (a named function), or of the arguments of
+    Here a grammar is plugged in, and `prepared` in `prompts.py` then takes it (`ToolUse.constraint`): of all functions (`required`), of one (a named function), or of the arguments of
     strict functions in free text (`auto`), each in the markers of `formats.calls`. Until then such requests are
     refused.
     """

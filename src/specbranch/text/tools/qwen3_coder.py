@@ -176,7 +176,8 @@ def _types(described: Any, depth: int = 4) -> frozenset[str]:
     if not isinstance(described, Mapping) or not depth:
         return frozenset()
     given = described.get("type")
-    found = {given} if isinstance(given, str) else {one for one in given or () if isinstance(one, str)}
+    several_types = given if isinstance(given, list) else [given]
+    found = {one for one in several_types if isinstance(one, str)}
     for name in ("anyOf", "oneOf", "allOf"):
         several = described.get(name)
         for one in several if isinstance(several, list) else ():
