@@ -272,7 +272,7 @@ HOSTILE: list[Any] = [
     {"type": {"a": 1}},
     {"type": [[], "null"]},
     {"anyOf": 3},
-    nested(150),
+    nested(10),
 ]
 
 

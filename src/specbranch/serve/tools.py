@@ -94,9 +94,9 @@ class ToolUse:
 def constraint_of_tools(formats: AnswerFormats, asked: ChatRequest) -> dict[str, Any]:
     """Return what the answer has to follow for its tools, by its name in `SamplingParams`; nothing if it is free.
 
-    Here a grammar is plugged in, and `prepared` in `prompts.py` then takes it (`ToolUse.constraint`): of all functions (`required`), of one (a named function), or of the arguments of
-    strict functions in free text (`auto`), each in the markers of `formats.calls`. Until then such requests are
-    refused.
+    Here a grammar is plugged in: of all functions (`required`), of one (a named function), or of the arguments of
+    strict functions in free text (`auto`), each in the markers of `formats.calls`. `ToolUse.constraint` holds it for
+    the sampling parameters. Until then such requests are refused.
     """
     choice = asked.tool_choice
     if choice == "required" or isinstance(choice, NamedTool):
