@@ -14,7 +14,7 @@ setup: .venv/.complete
 .venv/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ". Try: make setup PYTHON=python3.12") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,serve,tune,transformers,llamacpp]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,serve,tune,transformers,llamacpp,grammar]'
 	touch $@
 
 demo: setup

@@ -1,10 +1,11 @@
 """Measure what HTTP costs an engine: clients that read streams, in a process of their own, against a server whose
 rounds take a fixed time.
 
-No model runs: a sleep stands for the GPU (`lab/toys/paced.py`), so the numbers are those of the server, the engine's
-thread and the text alone. The table has the engine's own tokens a second (no HTTP), those of the clients, the µs of
-CPU for each token in the engine's thread and in the event loop, and the time between two events in rounds. Loopback
-only. `--profile engine` or `--profile loop` adds the functions that take longest there.
+By default no model runs: a sleep stands for the GPU (`lab/toys/paced.py`), so the numbers are those of the server, the
+engine's thread and the text alone. With `--shape 8b --device cuda` the model itself decodes, in that shape. The table
+has the engine's own tokens a second (no HTTP), those of the clients, the µs of CPU for each token in the engine's
+thread and in the event loop, and the time between two events in rounds. Loopback only. `--profile engine` or
+`--profile loop` adds the functions that take longest there.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--host", type=float, default=0.0, help="seconds of a round in which the engine's thread works")
     parser.add_argument("--ahead", action="store_true", help="the device starts a round when the last one ends")
     parser.add_argument("--model", default="smollm2-135m", help="the model whose tokenizer is used")
+    parser.add_argument("--shape", help="let the model decode, in this shape ('own': its own), instead of a sleep")
+    parser.add_argument("--device", help="the device of --shape")
     parser.add_argument("--chat", action="store_true", help="use /v1/chat/completions")
     parser.add_argument("--logprobs", type=int, help="log-probabilities of that many tokens at each position")
     parser.add_argument("--stop", nargs="*", default=[], help="stop strings")
@@ -248,10 +251,10 @@ class Clocks:
 
 
 class _Meter:
-    """Reads the clocks of a running server."""
+    """Reads the clocks of a running server; a round is a step of its scheduler."""
 
     def __init__(self, engine: Any, llm: Any, executor: Any) -> None:
-        self._engine, self._executor = engine, executor
+        self._engine, self._rounds = engine, 0
         self._thread, self._main = engine._thread._thread, threading.main_thread()
         self._stepped, self._ran = [0.0], [0.0]
         self._wrap(executor, "run", self._ran)
@@ -262,6 +265,7 @@ class _Meter:
             try:
                 return step()
             finally:
+                self._rounds += 1
                 spent[0] += time.thread_time() - start - (ran[0] - before)
 
         engine._thread._scheduler = _Replaced(llm.scheduler, timed)
@@ -292,7 +296,7 @@ class _Meter:
             of(self._main),
             time.process_time(),
             self._engine.stats().tokens,
-            self._executor.rounds,
+            self._rounds,
             time.perf_counter(),
         )
 
@@ -315,14 +319,11 @@ def _between(start: Clocks, end: Clocks) -> dict[str, Any]:
 def _serve(given: argparse.Namespace) -> None:
     """Serve until the process is ended; commands come by lines on standard input."""
     from specbranch import AsyncLLM
-    from specbranch.lab.toys.paced import PacedExecutor, PacedLLM
     from specbranch.serve.app import create_app
     from specbranch.serve.run import GracefulServer
     from specbranch.serve.settings import ServerSettings
 
-    tokenizer = _tokenizer(given.model)
-    executor = PacedExecutor(tokenizer.encode(TEXT, add_special=False), given.round, given.ahead, given.host)
-    llm = PacedLLM(tokenizer, executor)
+    llm, executor = _paced(given) if given.shape is None else _real(given)
     engine = AsyncLLM(llm, max_batch=given.clients)
     meter = _Meter(engine, llm, executor)
     settings = ServerSettings(port=0, max_batch=given.clients, max_per_address=given.clients + 8)
@@ -331,10 +332,27 @@ def _serve(given: argparse.Namespace) -> None:
     server.run()
 
 
-def _tokenizer(name: str) -> Any:
+def _paced(given: argparse.Namespace) -> tuple[Any, Any]:
+    """Return an engine whose rounds are sleeps, and its executor."""
     from specbranch.assembly import ModelChoice, load_tokenizer
+    from specbranch.lab.toys.paced import PacedExecutor, PacedLLM
 
-    return load_tokenizer(ModelChoice(name))
+    tokenizer = load_tokenizer(ModelChoice(given.model))
+    executor = PacedExecutor(tokenizer.encode(TEXT, add_special=False), given.round, given.ahead, given.host)
+    return PacedLLM(tokenizer, executor), executor
+
+
+def _real(given: argparse.Namespace) -> tuple[Any, Any]:
+    """Load the model in its shape; return its engine, which decodes plainly, and its executor."""
+    from tempfile import mkdtemp
+
+    from specbranch import LLM
+    from specbranch.lab.bench.pair_setup import PairOrder, Running, make_subject
+
+    order = PairOrder(target=given.model, target_shape=given.shape)
+    subject = make_subject(order, Running(device=given.device), Path(mkdtemp()))
+    llm = LLM(str(subject.target), method="autoregressive", device=given.device, options={"max_batch": given.clients})
+    return llm, llm.core.loop.executor
 
 
 def _obey(server: Any, engine: Any, meter: _Meter, given: argparse.Namespace) -> None:

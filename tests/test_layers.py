@@ -25,7 +25,7 @@ LAYERS = (
     {"core"},
     {"exec"},
     {"clock"},
-    {"models", "text"},
+    {"models", "text", "grammar"},
     {"pairs"},
     {"assembly", "experiences"},
     {"decoding", "hrad"},

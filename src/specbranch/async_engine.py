@@ -81,6 +81,13 @@ class AsyncLLM:
         request = with_older(RequestOptions, options, older, "AsyncLLM.submit")
         return self._thread.send(self._wish(prompt, as_sampling_params(params), request, streams))[0]
 
+    def compile_grammar(self, params: Params = None) -> None:
+        """Compile the grammar of a request ahead, and refuse what cannot be followed; in any thread.
+
+        Sending a request does so, too, in the caller's thread. A caller that must not wait calls this elsewhere first.
+        """
+        self._llm.core.models.grammars.compile(as_sampling_params(params))
+
     def submit_each(
         self,
         prompt: PromptLike | Sequence[Message],
@@ -227,7 +234,9 @@ class AsyncLLM:
             raise BadParameter(f"n is {params.n}, but a stream carries one sample. Use generate, or n = 1.")
         ids = core.tokenizer.chat(prompt) if _is_conversation(prompt) else core.encode(cast(PromptLike, prompt))
         core.check_length(ids)
-        return Wish(ids, params, config, options, streams)
+        self.compile_grammar(params)
+        predicted = core.encode_prediction(options.prediction)
+        return Wish(ids, params, config, options, streams, predicted=predicted)
 
     def _config(self, options: RequestOptions) -> SpeculativeConfig:
         """Return the settings of a request: its own, or the LLM's if it has none."""

@@ -12,11 +12,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from specbranch.errors import BadParameter, unknown
 
 Rule = Literal["match", "ratio"]
+ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
 HeadKind = Literal["top", "sampled"]
 PolicyName = Literal["fixed", "confidence", "entropy", "last", "paper", "oracle", "planner"]
 Part = Literal["overlap", "trees", "branches", "lookup", "learning", "hrad", "posterior"]  # of any policy
@@ -80,6 +81,11 @@ class SamplingParams:
         ignore_eos: True if end-of-text tokens do not end the answer. Default False.
         logprobs: report each token's log-probability, and those of this many most likely tokens. Default None: no
             log-probabilities.
+        json_schema: the answer is JSON that this schema describes, a mapping or its JSON text; {} is any JSON.
+            Default None. At most one of this and the next three is set; see docs/structured.md.
+        regex: the answer matches this regular expression as a whole. Default None.
+        choice: the answer is one of these strings. Default: none.
+        grammar: the answer follows this grammar, in Lark's or llama.cpp's syntax. Default None.
     """
 
     temperature: float = 0.0
@@ -98,8 +104,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_constraint()
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name, expected in (("stop", "strings that are not empty"), ("stop_token_ids", "token ids ≥ 0")):
@@ -110,6 +121,39 @@ class SamplingParams:
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
         self._check_ranges()
         self._check_limits()
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if a grammar decides which tokens may follow."""
+        return self.constraint is not None
+
+    @property
+    def constraint(self) -> tuple[ConstraintKind, str] | None:
+        """The kind and the text of the grammar that the answer follows."""
+        if self.choice:
+            return "choice", json.dumps(self.choice)
+        for kind, text in (("json_schema", self.json_schema), ("regex", self.regex), ("grammar", self.grammar)):
+            if text is not None:
+                return cast(ConstraintKind, kind), str(text)
+        return None
+
+    def _check_constraint(self) -> None:
+        choices = self.choice
+        _require(
+            isinstance(choices, Iterable) and not isinstance(choices, str) and all(isinstance(c, str) for c in choices),
+            "choice",
+            choices,
+            "strings",
+        )
+        object.__setattr__(self, "choice", tuple(choices))
+        _require(all(self.choice), "choice", self.choice, "strings that are not empty")
+        object.__setattr__(self, "json_schema", schema_text(self.json_schema))
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            _require(value is None or (isinstance(value, str) and bool(value)), name, value, "a text")
+        given = [name for name in get_args(ConstraintKind) if getattr(self, name) not in (None, ())]
+        if len(given) > 1:
+            raise BadParameter(f"{given[0]} and {given[1]} are both given; an answer follows one of them. Give one.")
 
     def _check_ranges(self) -> None:
         for name, low, high, expected in (
@@ -344,6 +388,27 @@ class LoadOptions:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build from a mapping, refusing keys that do not exist."""
         return cls(**_known_only(cls, "option of LLM", values))
+
+
+def schema_text(schema: Mapping[str, Any] | str | None) -> str | None:
+    """Return a JSON schema as its text; refuse what is none."""
+    if schema is None:
+        return None
+    expected = "a JSON schema: a mapping, or the text of one"
+    if isinstance(schema, str):
+        try:
+            found = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise BadParameter(
+                f"json_schema is {schema[:60]!r}, which is no JSON ({error}); expected {expected}."
+            ) from None
+        _require(isinstance(found, dict), "json_schema", found, expected)
+        return schema
+    _require(isinstance(schema, Mapping), "json_schema", schema, expected)
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadParameter(f"json_schema holds a value that is no JSON ({error}); expected {expected}.") from None
 
 
 def check_loading(runner: str, weights: str | None, context_length: int | None, cache_tokens: int | None) -> None:

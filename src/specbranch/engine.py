@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "Chunk", "LLMView", "Output"]
 
 Params = SamplingParams | Mapping[str, Any] | None
+Expected = PromptLike | None  # the text that an answer is expected to have, or its token ids
 MAX_BATCH = 64  # the default of `max_batch`
 # Prompt tokens of a round with decode rows until their cost is measured, if prompts may be cut anywhere. Otherwise it
 # is one chunk.
@@ -118,54 +119,73 @@ class LLMView:
         return LLMView(core, core.decoding(self.config), self.max_batch)
 
     @overload
-    def generate(self, prompts: str, params: Params = None) -> Output: ...  # type: ignore[overload-overlap] # a str is a Sequence
+    def generate(self, prompts: str, params: Params = None, *, prediction: Expected = None) -> Output: ...  # type: ignore[overload-overlap] # a str is a Sequence
 
     @overload
-    def generate(self, prompts: Sequence[PromptLike], params: Params = None) -> list[Output]: ...
+    def generate(
+        self, prompts: Sequence[PromptLike], params: Params = None, *, prediction: Expected = None
+    ) -> list[Output]: ...
 
-    def generate(self, prompts: str | Sequence[PromptLike], params: Params = None) -> Output | list[Output]:
+    def generate(
+        self, prompts: str | Sequence[PromptLike], params: Params = None, *, prediction: Expected = None
+    ) -> Output | list[Output]:
         """Answer one prompt, or a list of prompts; return one `Output`, or a list of them in the prompts' order.
 
         A prompt is a text or a list of token ids. `params` are `SamplingParams`, or a mapping with their names; the
         default is greedy decoding of up to 256 tokens. At most `max_batch` prompts of a list are decoded at once: as
         one ends, the next starts. If `seed` is set, all prompts use it; if not, each gets a random one. Either way an
         answer does not depend on the other prompts.
+        `prediction` is the text that the answer is expected to have, or its token ids; of a list, every answer. Lookup
+        proposes it to the target, so what is right of it comes sooner. It changes no answer.
         An error of a single prompt is raised. In a list, a prompt that fails leaves the others alone: its output has
         the finish reason "error", and the error.
         """
         if isinstance(prompts, str):
-            return self._generate_one(self.core.encode(prompts), params)
+            return self._generate_one(self.core.encode(prompts), params, prediction)
         if not isinstance(prompts, Sequence) or any(isinstance(prompt, int) for prompt in prompts):
             raise BadParameter(
                 f"prompts is {prompts!r:.60}; expected a text, or a list of texts and lists of token ids."
             )
-        return list(self.outputs(prompts, params))
+        return list(self.outputs(prompts, params, prediction=prediction))
 
-    def outputs(self, prompts: Sequence[PromptLike], params: Params = None) -> Iterator[Output]:
+    def outputs(
+        self, prompts: Sequence[PromptLike], params: Params = None, *, prediction: Expected = None
+    ) -> Iterator[Output]:
         """Answer many prompts as `generate` does; yield each output as soon as it and all before it are finished.
         Closing the iterator cancels the rest."""
         sampling = as_sampling_params(params)  # mistakes are raised here, before the caller takes the first output
-        each = (self.core.make_samples(self.core.encode(prompt), sampling, self.decoding) for prompt in prompts)
+        core, predicted = self.core, self.core.encode_prediction(prediction)
+        each = (core.make_samples(core.encode(prompt), sampling, self.decoding, predicted) for prompt in prompts)
         return self._run_all([answer for answers in each for answer in answers], sampling.n)
 
-    def chat(self, messages: Sequence[Message], params: Params = None) -> Output:
-        """Answer a conversation, `[{"role": "user", "content": "…"}, …]`, written by the model's chat template."""
-        return self._generate_one(self.tokenizer.chat(messages), params)
+    def chat(self, messages: Sequence[Message], params: Params = None, *, prediction: Expected = None) -> Output:
+        """Answer a conversation, `[{"role": "user", "content": "…"}, …]`, written by the model's chat template.
+
+        `prediction` as in `generate`.
+        """
+        return self._generate_one(self.tokenizer.chat(messages), params, prediction)
 
     def stream(
-        self, prompt: PromptLike, params: Params = None, on_round: RoundWatcher | None = None
+        self,
+        prompt: PromptLike,
+        params: Params = None,
+        on_round: RoundWatcher | None = None,
+        *,
+        prediction: Expected = None,
     ) -> Iterator[Chunk]:
         """Answer one prompt; yield its text as chunks, at most one a round. The last chunk carries the `Output`.
 
         Closing the iterator early cancels the request and frees its KV cache. A stream has one sample, so `n` has to
         be 1. `on_round` is called after each round with what both models did; then every round has a chunk, even one
-        without text.
+        without text. `prediction` as in `generate`.
         """
-        return self._stream(self.core.encode(prompt), params, on_round)
+        return self._stream(self.core.encode(prompt), params, on_round, prediction)
 
-    def stream_chat(self, messages: Sequence[Message], params: Params = None) -> Iterator[Chunk]:
+    def stream_chat(
+        self, messages: Sequence[Message], params: Params = None, *, prediction: Expected = None
+    ) -> Iterator[Chunk]:
         """Answer a conversation as `chat` does; yield its text as `stream` does."""
-        return self._stream(self.tokenizer.chat(messages), params)
+        return self._stream(self.tokenizer.chat(messages), params, prediction=prediction)
 
     def score(self, prompt: PromptLike, top: int = 0) -> tuple[TokenLogprobs, ...]:
         """Return the target's log-probability of each token of a text but the first.
@@ -194,14 +214,21 @@ class LLMView:
     ) -> None:
         self.close()
 
-    def _generate_one(self, prompt: list[int], params: Params) -> Output:
-        (output,) = self.outputs([prompt], params)
+    def _generate_one(self, prompt: list[int], params: Params, prediction: Expected) -> Output:
+        (output,) = self.outputs([prompt], params, prediction=prediction)
         raise_failure(output)
         return output
 
-    def _stream(self, prompt: list[int], params: Params, on_round: RoundWatcher | None = None) -> Iterator[Chunk]:
+    def _stream(
+        self,
+        prompt: list[int],
+        params: Params,
+        on_round: RoundWatcher | None = None,
+        prediction: Expected = None,
+    ) -> Iterator[Chunk]:
         # This is no generator: mistakes are raised here, before the caller takes the first chunk.
-        first, *others = self.core.make_samples(prompt, as_sampling_params(params), self.decoding)
+        predicted = self.core.encode_prediction(prediction)
+        first, *others = self.core.make_samples(prompt, as_sampling_params(params), self.decoding, predicted)
         if others:
             raise BadParameter(f"n is {len(others) + 1}, but a stream carries one sample. Use generate, or n = 1.")
         first.session.on_round = on_round

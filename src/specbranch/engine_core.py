@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS, PLAIN, find_method
+from specbranch.core.prediction import Prediction
 from specbranch.core.rehearsal import rehearse, rehearsed, take_table
 from specbranch.core.request import Request
 from specbranch.core.runner import Runner, TimesForwards
@@ -31,6 +32,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.forward_sizes import draft_sizes, target_sizes
 from specbranch.exec.verifier import Verifier
 from specbranch.experiences import Experiences
+from specbranch.grammar.compiler import Grammars
 from specbranch.hrad.engine_predictor import EnginePredictor
 
 if TYPE_CHECKING:
@@ -49,6 +51,10 @@ class LoadedModels:
     predictor: EnginePredictor
     numbers: Iterator[int] = field(default_factory=count)  # of sessions: unique on these models
     warmed_sessions: int = 0  # the batch size that a warm-up prepares for; 0: there is no warm-up
+    grammars: Grammars = field(init=False)  # compiles what answers follow
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grammars", Grammars(self.parts.tokenizer))
 
     @property
     def runners(self) -> tuple[Runner, ...]:
@@ -131,14 +137,11 @@ class EngineCore:
         """Return a prompt as token ids. Token ids that the target does not have are refused."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        whole = isinstance(prompt, Sequence) and all(
-            isinstance(token, int) and 0 <= token < self.vocabulary for token in prompt
-        )
-        if not whole:
+        if (ids := self._as_ids(prompt)) is None:
             raise BadParameter(
                 f"The prompt is {prompt!r:.60}; expected a text, or token ids from 0 to {self.vocabulary - 1}."
             )
-        return list(prompt)
+        return ids
 
     def check_length(self, prompt: Sequence[int]) -> None:
         """Refuse an empty prompt, and one that leaves no token for the answer."""
@@ -150,12 +153,40 @@ class EngineCore:
                 "needed for the answer. Shorten the prompt or raise context_length (--context-length)."
             )
 
+    def encode_prediction(self, prediction: PromptLike | None) -> tuple[int, ...]:
+        """Return the text that a caller expects as token ids; none for None."""
+        if prediction is None:
+            return ()
+        given = prediction
+        ids = self.tokenizer.encode(given, add_special=False) if isinstance(given, str) else self._as_ids(given)
+        if ids is None:
+            raise BadParameter(
+                f"prediction is {prediction!r:.60}; expected a text, or token ids from 0 to {self.vocabulary - 1}."
+            )
+        if len(ids) > self.context_length:
+            raise BadParameter(
+                f"prediction has {len(ids)} tokens, but the context holds {self.context_length}. Shorten it."
+            )
+        return tuple(ids)
+
     def make_samples(
-        self, prompt: list[int], params: SamplingParams, decoding: Decoding, shown: frozenset[int] = frozenset()
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        decoding: Decoding,
+        predicted: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> list[Answer]:
-        """Make the n unfinished answers of one prompt: they share the seed, and each has its sample number."""
+        """Make the n unfinished answers of one prompt: they share the seed, and each has its sample number.
+
+        `predicted`: the tokens that the caller expects; lookup proposes them. `shown`: special tokens that are part of
+        the text.
+        """
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return [self.make_answer(prompt, params, decoding, seed, sample, shown=shown) for sample in range(params.n)]
+        samples = [self.make_answer(prompt, params, decoding, seed, sample, shown=shown) for sample in range(params.n)]
+        for answer in samples if predicted else ():
+            answer.session.prediction = Prediction(predicted)
+        return samples
 
     def make_answer(
         self,
@@ -173,6 +204,8 @@ class EngineCore:
         self.check_length(prompt)
         rule, ends = decoding.config.rule, self.tokenizer.eos_ids
         request = Request(params, seed, len(prompt), sample, rule, ends, decoding.wants_forecast)
+        if params.is_constrained:
+            request = replace(request, constraint=self.models.grammars.constraint(params, request.ending_ids))
         limit = self.context_length
         if max_new_tokens is not None:
             limit = min(limit, len(prompt) + max_new_tokens)
@@ -237,6 +270,13 @@ class EngineCore:
         self.loop.close()
         self.experiences.write(last=True)
         gc.unfreeze()
+
+    def _as_ids(self, given: object) -> list[int] | None:
+        """Return token ids as a list; None if the target does not have them all."""
+        if not isinstance(given, Sequence):
+            return None
+        whole = all(isinstance(token, int) and 0 <= token < self.vocabulary for token in given)
+        return list(given) if whole else None
 
     def _warm_up(self, decoding: Decoding) -> None:
         """Get both models ready for all steps that the method can order."""

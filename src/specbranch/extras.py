@@ -43,4 +43,5 @@ ACCELERATE = Extra("accelerate", "transformers", "Running a GGUF file on transfo
 FASTAPI = Extra("fastapi", "serve", "Serving")
 UVICORN = Extra("uvicorn", "serve", "Serving")
 XLLAMACPP = Extra("xllamacpp", "llamacpp", "Running llama.cpp beside our methods")
-EXTRAS = (OPTUNA, ACCELERATE, FASTAPI, UVICORN, XLLAMACPP)
+LLGUIDANCE = Extra("llguidance", "grammar", "An answer that follows a schema or a grammar")
+EXTRAS = (OPTUNA, ACCELERATE, FASTAPI, UVICORN, XLLAMACPP, LLGUIDANCE)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -65,6 +65,8 @@ class RequestOptions:
         on_round: called after each round of the first sample with what both models did. The engine's thread calls it,
             so it has to be quick. Default None.
         shown_tokens: special tokens that are part of the text, such as the markers of tool calls. Default: none.
+        prediction: the text that the answer is expected to have, or its token ids. Lookup proposes it to the target, so
+            what is right of it comes sooner. The answer is the same, whatever the prediction says. Default None.
     """
 
     method: str | None = None
@@ -73,6 +75,7 @@ class RequestOptions:
     deadline: float | None = None
     on_round: RoundWatcher | None = None
     shown_tokens: frozenset[int] = frozenset()
+    prediction: str | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int) or isinstance(self.priority, bool):
@@ -107,6 +110,7 @@ class Wish:
     streams: bool = False
     sample: int | None = None  # the number of one sample; None: all n
     scored: bool = False  # score the prompt's own tokens, and answer nothing
+    predicted: tuple[int, ...] = ()  # the tokens that the caller expects
 
 
 class Submission:

@@ -283,6 +283,25 @@ def test_a_batch_has_gaps_of_its_own_and_those_of_the_nearest_size_until_then() 
     assert costs.gap("plain", 8) == 1.0, "of the kind, before those of the size"
 
 
+def test_what_a_device_hides_does_not_grow_with_the_sessions() -> None:
+    """A negative gap is no time of planning: scaled up, it would make a run of a large batch cost less than nothing."""
+    costs = MeasuredCosts(launches_ahead=True)
+    costs.hosts["lookup", 1] = Recent([-0.0004] * 9)
+    assert costs.gap("lookup", 64) == costs.gap("lookup", 1) == -0.0004
+    costs.hosts["verify", 7] = Recent([-0.0064] * 9)
+    assert costs.gap("verify", 1) == pytest.approx(-0.0001)
+
+
+def test_a_step_launched_ahead_that_was_almost_done_makes_no_large_forward_cheap() -> None:
+    """Beyond the sizes timed at load the time of two rounds counts for good, so it has to be possible."""
+    costs = MeasuredCosts(launches_ahead=True)
+    for rows, seconds in ((1, 0.005), (64, 0.008)):
+        costs.target.set(rows, seconds)
+    for start in (0.0, 0.011, 0.022):
+        costs.observe_plain(Span(start + 0.0105, start + 0.011, 128), 128, prefilled=False)
+    assert costs.covers(128) and costs.target_seconds(128) >= costs.target_seconds(64)
+
+
 def test_planning_takes_a_little_time_until_it_is_timed() -> None:
     costs = MeasuredCosts()
     for at in range(3):

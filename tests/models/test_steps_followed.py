@@ -82,7 +82,8 @@ def test_texts_are_those_of_plain_decoding_and_what_was_launched_is_what_is_orde
     for prompt in prompts():
         expected = plain(decoder, params.temperature, tuple(prompt))
         assert decode(runner, method, params, prompt, kind) == expected
-    assert runner.followed > 20 and runner.followed_right >= 0.9 * runner.followed
+    least = 20 if method == "lookup" else 5  # a planned method launches plain rounds ahead, not behind a verdict
+    assert runner.followed > least and runner.followed_right >= 0.9 * runner.followed
 
 
 @pytest.mark.slow

@@ -313,7 +313,8 @@ def test_bodies_that_are_no_json_and_paths_that_are_not_there_get_a_sentence(ser
         response = served.http.post(COMPLETE, content=sent, headers={"content-type": kind})
         assert response.status_code == 400 and response.json()["error"]["message"], response.text
     assert served.http.get("/nowhere").status_code == 404
-    assert "use_responses_api=False" in served.error("/v1/responses", {})[1]["message"]
+    assert "No response is stored here" in served.http.get("/v1/responses/resp_1").json()["error"]["message"]
+    assert "does not take GET" in served.http.get("/v1/responses").json()["error"]["message"]
     assert served.http.get(CHAT).json()["error"]["message"] == f"{CHAT} does not take GET; see /openapi.json."
     assert served.http.options(CHAT).status_code == 405  # nobody elsewhere is allowed to ask
 

@@ -92,8 +92,8 @@ def test_errors_are_of_the_clients_kinds_and_say_what_to_do(client: openai.OpenA
     with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens") as long:
         client.completions.create(model=MODEL, prompt=[5] * 600)
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.NotFoundError, match="Use /v1/chat/completions"):
-        client.responses.create(model=MODEL, input="Hello")
+    with pytest.raises(openai.NotFoundError, match="No response is stored here"):
+        client.responses.retrieve("resp_1")
 
 
 def test_models_are_listed_and_described(client: openai.OpenAI) -> None:

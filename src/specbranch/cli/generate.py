@@ -36,6 +36,30 @@ _option = options_of("Prompts and output")
     '{"prompt": …} or {"turns": [ … ]}.',
 )
 @chat_option("Prompts and output")
+@_option(
+    "--prediction",
+    "prediction_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File with the text that the answers are expected to have. They come sooner where it is right, and do not "
+    "change.",
+)
+@_option(
+    "--json-schema",
+    "schema_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The answer is JSON that the schema in FILE describes.",
+)
+@_option("--regex", type=text, metavar="REGEX", help="The answer matches this regular expression as a whole.")
+@_option("--choice", type=text, multiple=True, metavar="TEXT", help="The answer is one of these texts; repeat it.")
+@_option(
+    "--grammar",
+    "grammar_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The answer follows the grammar in FILE, in Lark's or llama.cpp's syntax.",
+)
 @_option("--n", type=int, metavar="N", help="Number of samples per prompt [1].")
 @_option(
     "--json",
@@ -59,6 +83,9 @@ def generate(
     as_json: bool,
     colour: bool | None,
     trace_file: Path | None,
+    prediction_file: Path | None,
+    schema_file: Path | None,
+    grammar_file: Path | None,
     **given: Any,
 ) -> None:
     """Answer PROMPT (or '-' for standard input), or every prompt of --file.
@@ -67,6 +94,7 @@ def generate(
     specbranch generate "The capital of France is" --max-tokens 20
     specbranch generate --chat "Why is the sky blue?" --temperature 0.7 --seed 1
     specbranch generate --pair smollm2-strong --method specbranch "Once upon a time"
+    specbranch generate --chat "Invent a person." --json-schema person.json
     specbranch generate --file prompts.txt --json > answers.jsonl
     specbranch verify answers.jsonl
 
@@ -76,7 +104,8 @@ def generate(
     from specbranch.cli.progress import tracked
 
     prompts = read_prompts(prompt, file)
-    params = sampling_params(given)
+    given |= {"json_schema": _text_of("--json-schema", schema_file), "grammar": _text_of("--grammar", grammar_file)}
+    params, prediction = sampling_params(given), _text_of("--prediction", prediction_file)
     _check_writable(trace_file)
     llm = load_llm(asking_once(given) if len(prompts) == 1 else given)
     recorder = llm.core.loop.trace = Trace() if trace_file else None
@@ -85,9 +114,10 @@ def generate(
         noted = _circumstances(llm) if as_json else None
         asked = [encoded(llm, one, as_chat) for one in prompts]
         if len(asked) == 1 and not as_json and params.n == 1:
-            _show(llm.stream(asked[0], params), colours)
+            _show(llm.stream(asked[0], params, prediction=prediction), colours)
         else:  # many are decoded at once, and written in their order
-            for one, output in zip(tracked(prompts, "Prompts"), llm.outputs(asked, params), strict=True):
+            outputs = llm.outputs(asked, params, prediction=prediction)
+            for one, output in zip(tracked(prompts, "Prompts"), outputs, strict=True):
                 _answer(one, output, noted, colours)
     if recorder and trace_file:
         _write(recorder, trace_file)
@@ -111,6 +141,16 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     given = from_standard_input(sys.stdin.read)
     check_text(given, "Standard input")
     return [given]
+
+
+def _text_of(option: str, file: Path | None) -> str | None:
+    """Return the text of a file that an option names, if it does."""
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadParameter(f"{option} is {file}, which cannot be read: {error}. Name a text file.") from None
 
 
 def _check_writable(trace: Path | None) -> None:

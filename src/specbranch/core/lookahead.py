@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from specbranch.config import SpeculativeConfig
 from specbranch.core.orders import Aside, Orders, Reports
 from specbranch.core.policy import Policy
-from specbranch.core.rounds import MethodRounds, verdict_of
+from specbranch.core.rounds import FORCED_AT_ONCE, MethodRounds, verdict_of
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Node, Tree
@@ -113,10 +113,18 @@ def lookahead(session: Session, config: SpeculativeConfig, policy: Policy) -> Me
     pool, window = NgramPool(config.lookahead_candidates), Window(config.lookahead_ngram, _guesses(session, config))
     while not session.finished:
         current = session.tokens[-1]
-        tree = pool.tree(current, session.room - 1)
+        tree = _candidates(session, pool, current)
         reports = yield Orders(verify=session.verify_tree(tree, window.aside(session.room - 1)))
         pool.add(window.slide(current, verdict_of(reports).guessed))
         _absorb(session, tree, reports)
+
+
+def _candidates(session: Session, pool: NgramPool, current: int) -> Tree:
+    """Return what to verify behind the text's last token: what a grammar forces, else the pool's n-grams."""
+    if forced := session.forced(FORCED_AT_ONCE):
+        nodes = [Node(token, depth - 2, 0.0, 0.0, depth, sent=True) for depth, token in enumerate(forced, start=1)]
+        return Tree(tuple(nodes))
+    return session.permitted_tree(pool.tree(current, session.room - 1))
 
 
 def _guesses(session: Session, config: SpeculativeConfig) -> list[int]:

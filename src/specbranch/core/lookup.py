@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle, islice
+from typing import Protocol
 
 from specbranch.core.trees import MATCHES
 
 LONGEST_MATCH = MATCHES[-1]  # tokens of a match that are counted: the longest class begins here
+
+
+class Lookup(Protocol):
+    """Proposes tokens without a draft."""
+
+    def find(self, length: int, behind: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]]:
+        """Return the length of a match, and at most `length` tokens that may follow; see `Ngrams.find`."""
+        ...
 
 
 class Ngrams:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
+from weakref import proxy
 
 from specbranch.core.costs import MeasuredCosts
 from specbranch.core.market import Grant, LaneOffer, RowOffer, granted, let_draft
@@ -122,7 +123,8 @@ class Loop:
         self.out_of_pages: dict[int, PoolFull] = {}  # the sessions that found no free page in the last round
         self._live: dict[int, Member] = {}
         self._preempted: dict[int, Member] = {}
-        self._plain = PlainLoop(executor, self._prefills, self)
+        # by a weak reference: what a loop holds must be gone with it at once, without the garbage collector
+        self._plain = PlainLoop(executor, self._prefills, proxy(self))
 
     @property
     def limits(self) -> RoundLimits:

@@ -12,10 +12,10 @@ from specbranch.config import HeadKind, Part, PolicyName, SpeculativeConfig
 from specbranch.core import rounds
 from specbranch.core.experience import Experience
 from specbranch.core.lookahead import lookahead
-from specbranch.core.lookup import Ngrams
 from specbranch.core.planner import Planner
 from specbranch.core.policies import POLICIES, make_policy
 from specbranch.core.policy import Policy
+from specbranch.core.prediction import ngrams_of
 from specbranch.core.rounds import Decode, MethodRounds
 from specbranch.core.session import Session
 from specbranch.core.tree_rounds import decode_tree
@@ -87,14 +87,16 @@ class Method:
         return rounds.whole(session, config, policy, self.decode, self.needs_draft)
 
     def _planner(self, session: Session, config: SpeculativeConfig, experience: Experience) -> Planner:
-        without = {*self.without, *config.without}
+        without, first = {*self.without, *config.without}, session.request.prompt_length
+        ngrams = ngrams_of(session.tokens, first, session.prediction, config.ngram_max, config.ngram_min)
         return Planner(
             experience,
-            ngrams=None if "lookup" in without else Ngrams(session.tokens, config.ngram_max, config.ngram_min),
+            ngrams=rounds.guided(session, None if "lookup" in without else ngrams),
             overlap="overlap" not in without,
             trees="trees" not in without,
             branches="branches" not in without,
             learns="learning" not in without,
+            ahead=session.state is None,
         )
 
 

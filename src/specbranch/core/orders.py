@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from specbranch.config import HeadKind
 from specbranch.core.arms import ArmRound
 from specbranch.core.forecast import Signal
+from specbranch.core.grammar import Allowed, State
 from specbranch.core.sending import SendingLater
 from specbranch.core.trees import Growth, Tree
 
@@ -98,6 +99,7 @@ class Draft:
     plan: Plan
     pending: int = 0
     number: int = 0
+    state: State | None = field(default=None, repr=False, compare=False)  # the grammar's, before the pending tokens
 
     @property
     def until_target(self) -> bool:
@@ -136,6 +138,7 @@ class Grow:
     # how the rows of the next verify are chosen, if that is known, and who may start with them
     sending: SendingLater | None = field(default=None, compare=False)
     receiver: Receiver | None = field(default=None, repr=False, compare=False)
+    state: State | None = field(default=None, repr=False, compare=False)  # the grammar's, behind `on`
     announces: ClassVar[bool] = False
 
     @property
@@ -201,7 +204,7 @@ class Verify:
     q: tuple[Sparse | None, ...] | None = None
     goes_on: bool = False
     aside: Aside | None = None
-    allowed: tuple[frozenset[int] | None, ...] | None = None
+    allowed: tuple[Allowed | None, ...] | None = None
     follows: Follows | None = field(default=None, repr=False, compare=False)
     ends: bool = False
 

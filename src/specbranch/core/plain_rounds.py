@@ -135,7 +135,9 @@ class PlainRounds:
             else:
                 (prefilling if member.uncomputed or member.draft_uncomputed else others).append(member)
         asking = len(others) + sum([member.draft_uncomputed > 0 for member in prefilling])
-        if whole or (asking and len(decoding) < max(LEAST_PLAIN, asking)):
+        # rows of the others go with a step that is launched ahead: without one they would wait, round after round
+        waits = bool(others) and not any(_lasts(member) for member in decoding)
+        if whole or waits or (asking and len(decoding) < max(LEAST_PLAIN, asking)):
             launched = [member for member in decoding if member.session.number in self.launched]
             return PlainBatch(launched, [], [], goes_on=False) if launched else None
         return PlainBatch(decoding, prefilling, others) if decoding else None
@@ -156,7 +158,11 @@ def going_on(batch: PlainBatch) -> set[int]:
     """Return the sessions that decode at least one token more, unless this one ends them."""
     if not batch.goes_on:
         return set()
-    return {one.session.number for one in batch.decoding if one.session.room > 1 and _repeats(one)}
+    return {one.session.number for one in batch.decoding if _lasts(one)}
+
+
+def _lasts(member: Member) -> bool:
+    return member.session.room > 1 and _repeats(member)
 
 
 def _repeats(member: Member) -> bool:

@@ -18,7 +18,7 @@ from specbranch.core.costs import MOST_UNCOMPUTED
 from specbranch.core.draft_gain import draft_gain
 from specbranch.core.experience import Experience, Pace
 from specbranch.core.learning import Learning
-from specbranch.core.lookup import Ngrams
+from specbranch.core.lookup import Lookup
 from specbranch.core.market import ONCE, LaneGrant, LaneOffer, RowGrant, RowOffer, pays_alone, profit_price, step_prices
 from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, likeliest_nodes
@@ -65,20 +65,22 @@ class Planner:
         self,
         experience: Experience,
         *,
-        ngrams: Ngrams | None = None,
+        ngrams: Lookup | None = None,
         overlap: bool = True,
         trees: bool = True,
         branches: bool = True,
         learns: bool = True,
         most_rows: int = PLANNED_ROWS,
+        ahead: bool = True,
     ) -> None:
         """Plan by `experience`; the other parameters leave parts of the method out.
 
         `overlap`: draft during a verify. `trees`: verify several children of a node. `branches`: extend several of
         them during a verify. `learns`: learn from verdicts. `most_rows`: rows that one verify may have, the root's
-        included.
+        included. `ahead`: False if no verify may be launched ahead of its order.
         """
         self.experience, self.insight, self.costs = experience, experience.insight, experience.costs
+        self._ahead = ahead
         self.overlap = overlap and self.costs.overlap
         self._ngrams = ngrams
         self.learning = Learning(experience, learns)
@@ -196,7 +198,7 @@ class Planner:
 
     @property
     def _can_launch_ahead(self) -> bool:
-        return self._batch_size == 1 and self.costs.launches_ahead
+        return self._ahead and self._batch_size == 1 and self.costs.launches_ahead
 
     def _next_after(self, tree: Tree, uncomputed: int, behind: tuple[int, ...]) -> Following:
         """Return what the next round does first once a verdict adds the tokens `behind`.

@@ -6,10 +6,11 @@ Owns no state. Invariant: a request never changes, and is sent once, when a sess
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specbranch.config import Rule, SamplingParams
+from specbranch.core.grammar import Allowed, Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Request:
     rule: Rule = "match"
     eos_ids: tuple[int, ...] = ()
     wants_forecast: bool = False  # the method uses a forecaster's signal with each verdict
+    # the grammar of its answer; it stays in this process
+    constraint: Constraint | None = field(default=None, repr=False, compare=False)
 
     @property
     def greedy(self) -> bool:
@@ -33,6 +36,11 @@ class Request:
     def by_ratio(self) -> bool:
         """True if proposals are sampled, and accepted by p/q."""
         return self.rule == "ratio" and not self.greedy
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if a grammar decides which tokens may follow."""
+        return self.constraint is not None or self.params.is_constrained
 
     @property
     def ending_ids(self) -> frozenset[int]:
@@ -52,4 +60,4 @@ class Spot(NamedTuple):
     position: int
     history: Callable[[], Sequence[int]]
     attempt: int = 0
-    allowed: frozenset[int] | None = None  # the tokens that may be chosen; None: any
+    allowed: Allowed | None = None  # the tokens that may be chosen; None: any

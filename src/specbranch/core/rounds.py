@@ -10,10 +10,12 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.lookup import Ngrams
+from specbranch.core.grammar import GuidedLookup, State
+from specbranch.core.lookup import LONGEST_MATCH, Lookup, Ngrams
 from specbranch.core.market import Offer
 from specbranch.core.orders import NOTHING, Branch, Orders, Plan, Reports, Verdict
 from specbranch.core.policy import Policy
+from specbranch.core.prediction import ngrams_of
 from specbranch.core.session import Session
 
 MethodRounds = Generator[Orders | Offer, Any, None]  # receives Reports for Orders, a Grant for an Offer
@@ -21,6 +23,7 @@ InFlight = Branch | None  # a chain that is drafted and not verified yet; None: 
 Decode = Callable[[Session, SpeculativeConfig, Policy], MethodRounds]
 PREFILL = Plan(0)
 GIVEN_AT_ONCE = 32  # tokens of a given text in one forward
+FORCED_AT_ONCE = 15  # tokens that a grammar forces, in one forward
 
 
 def autoregressive(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
@@ -33,25 +36,33 @@ def autoregressive(session: Session, config: SpeculativeConfig, policy: Policy) 
 def speculative(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
     """Serial speculative decoding: draft a chain, then verify it; AdaEDL with the entropy policy."""
     while not session.finished:
-        reports = yield Orders(draft=session.draft(policy.chain()))
-        pending = _chain(session, policy, reports)
+        pending = _forced(session)
+        if not pending.tokens:
+            reports = yield Orders(draft=session.draft(policy.chain()))
+            pending = _chain(session, policy, reports)
         reports = yield Orders(verify=session.verify(pending))
         absorb(session, policy, pending, reports)
 
 
 def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
     """Prompt lookup: verify what followed the same words earlier in the text; no draft model takes part."""
-    ngrams = Ngrams(session.tokens, config.ngram_max, config.ngram_min)
+    first, expected = session.request.prompt_length, session.prediction
+    ngrams = ngrams_of(session.tokens, first, expected, config.ngram_max, config.ngram_min)
+    looked_up = guided(session, ngrams) or ngrams
 
     def found(behind: tuple[int, ...] = ()) -> tuple[int, ...]:
-        return ngrams.find(min(policy.chain().length, session.room - len(behind) - 1), behind)[1]
+        return looked_up.find(min(policy.chain().length, session.room - len(behind) - 1), behind)[1]
 
     while not session.finished:
-        tokens = found()
+        tokens = session.forced(FORCED_AT_ONCE) or found()
         pending = Branch(0, tokens, (1.0,) * len(tokens))
         session.stats.drafted += len(tokens)
+        sent = expected.sent_in_chain(tokens) if expected else 0
+        before = len(session.tokens)
         reports = yield Orders(verify=session.verify(pending, found))
         absorb(session, policy, pending, reports)
+        accepted = min(len(verdict_of(reports).path), len(session.tokens) - before)
+        session.stats.count_predicted(sent, min(sent, accepted))
 
 
 def pearl(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
@@ -62,7 +73,7 @@ def pearl(session: Session, config: SpeculativeConfig, policy: Policy) -> Method
     pending: InFlight = None
     while not session.finished:
         session.stats.begin(pending is not None)
-        chain = pending or NOTHING
+        chain = pending or _forced(session)
         reports = yield Orders(session.draft(policy.fork(chain), chain), session.verify(chain))
         pending = absorb(session, policy, chain, reports)
     _abandon(session, pending)
@@ -77,10 +88,24 @@ def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> M
     while not session.finished:
         session.stats.begin(pending is not None)
         if pending is None:
-            pending = yield from _draft_stage(session, policy)
+            pending = _forced(session)
+            if not pending.tokens:
+                pending = yield from _draft_stage(session, policy)
         reports = yield Orders(session.draft(policy.fork(pending), pending), session.verify(pending))
         pending = absorb(session, policy, pending, reports)
     _abandon(session, pending)
+
+
+def guided(session: Session, ngrams: Ngrams | None) -> Lookup | None:
+    """Return the lookup of a session: what its grammar forces comes first, and nothing that it forbids."""
+    if session.state is None:
+        return ngrams
+
+    def state() -> State:
+        assert session.state is not None
+        return session.state
+
+    return GuidedLookup(state, ngrams.find if ngrams else None, LONGEST_MATCH)
 
 
 def given(session: Session, tokens: Sequence[int], then: Callable[[], MethodRounds]) -> MethodRounds:
@@ -129,7 +154,7 @@ def absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) 
     if kept is None or ended:
         return None
     behind = kept.cut(1)
-    return _counted(session, behind, policy.inherit(behind))
+    return _counted(session, behind, session.permitted(policy.inherit(behind)))
 
 
 def _abandon(session: Session, pending: InFlight) -> None:
@@ -149,7 +174,17 @@ def _draft_stage(session: Session, policy: Policy) -> Generator[Orders, Reports,
 def _chain(session: Session, policy: Policy, reports: Reports) -> Branch:
     """Return the next pending chain from a draft stage's report."""
     session.stats.take(reports)
-    return _counted(session, reports.branches[0], policy.trim(reports.branches[0])) if reports.branches else NOTHING
+    if not reports.branches:
+        return NOTHING
+    drafted = reports.branches[0]
+    return _counted(session, drafted, session.permitted(policy.trim(drafted)))
+
+
+def _forced(session: Session) -> Branch:
+    """Return the tokens that a grammar forces, as a chain that needs no draft; NOTHING if there are none."""
+    tokens = session.forced(FORCED_AT_ONCE)
+    session.stats.drafted += len(tokens)
+    return Branch(0, tokens, (1.0,) * len(tokens)) if tokens else NOTHING
 
 
 def _counted(session: Session, drafted: Branch, kept: Branch) -> Branch:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from specbranch.config import HeadKind
+from specbranch.core.grammar import Allowed
 from specbranch.core.orders import Context, Measure, Receiver, Sparse, TokenLogprobs, Verify
 from specbranch.core.request import Request
 from specbranch.core.sending import SendingLater
@@ -22,8 +23,6 @@ from specbranch.errors import SpecBranchError
 ENTROPY_WEIGHT = 0.2  # AdaEDL's γ in the bound 1 − sqrt(γ·H)
 NO_TOKEN = -2  # the token of a target whose scores are not finite; -1 is that of a record that has ended
 MOST_ENTRIES = 64  # entries of a proposal distribution: any q is exact, and few entries are cheap to send
-
-Allowed = frozenset[int]  # the tokens that are allowed at a position
 
 
 class NoNumber(RuntimeError):
@@ -55,7 +54,8 @@ class Ask:
 class Proposal:
     """Candidates for one position, best first, with the draft's confidence there; `q` if the first was sampled.
 
-    `odds`: each candidate's probability over that of the best one; empty: unknown.
+    `odds`: each candidate's probability over that of the best one; empty: unknown. There is no candidate if none is
+    allowed.
     """
 
     tokens: tuple[int, ...]
@@ -66,6 +66,8 @@ class Proposal:
     @property
     def said(self) -> tuple[float, ...]:
         """The draft's probability of each candidate; if only the first is known, the others share the rest."""
+        if not self.tokens:
+            return ()
         others = len(self.tokens) - 1
         odds = self.odds or (1.0, *[(1.0 / max(self.confidence, 1e-9) - 1.0) / max(others, 1)] * others)
         return tuple([self.confidence * one for one in odds])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from specbranch.core.grammar import State, allowed_in_tree, pruned
 from specbranch.core.orders import (
     NOTHING,
     Aside,
@@ -26,11 +27,13 @@ from specbranch.core.orders import (
     Verdict,
     Verify,
 )
+from specbranch.core.prediction import Prediction
 from specbranch.core.request import Request
 from specbranch.core.round_clock import RoundClock
 from specbranch.core.sending import SendingLater
 from specbranch.core.stats import Stats
 from specbranch.core.trees import Growth, Tree
+from specbranch.errors import BadParameter
 
 Origin = Literal["target", "draft", "branch"]
 FinishReason = Literal["stop", "length", "error"]
@@ -56,11 +59,13 @@ class Session:
         self.error: Exception | None = None
         self.stats = Stats()
         self.on_round: RoundWatcher | None = None
+        self.prediction: Prediction | None = None  # the text that the caller expects
         self.batch_size = 1  # live sessions, itself included
         self.clock = RoundClock()  # that of its loop
         self.now = 0.0  # when its last round ended, on the executor's clock
         self.launched = False  # a device computes its next token already
         self.waited = 0.0  # seconds of rounds that ran without it; see `take_waited`
+        self.state: State | None = request.constraint.start() if request.constraint else None  # of its grammar
         self._watch = watch
         self._ending = request.ending_ids
         self._sent = {"draft": 0, "target": 0}
@@ -87,33 +92,60 @@ class Session:
         if length < min(plan.length, 1):
             return None
         self._drafts += 1
-        return Draft(
-            self._context("draft", pending.tokens), replace(plan, length=length), len(pending.tokens), self._drafts
-        )
+        plan, on = replace(plan, length=length), self._context("draft", pending.tokens)
+        return Draft(on, plan, len(pending.tokens), self._drafts, self.state)
 
     def grow(self, tree: Tree, growth: Growth, sending: SendingLater | None = None) -> Grow:
         """Order the draft to extend a tree behind the committed tokens, no deeper than can still be emitted."""
         self._drafts += 1
         within = growth if growth.deepest < self.room else replace(growth, deepest=self.room - 1)
-        return Grow(self._context("draft"), tree, within, self._drafts, sending)
+        sending = None if self.state is not None else sending  # a device does not know a grammar's masks
+        return Grow(self._context("draft"), tree, within, self._drafts, sending, state=self.state)
 
     def verify(self, pending: Branch = NOTHING, follows: Follows | None = None) -> Verify:
         """Order a verify of the pending chain; `follows` as in `Verify`."""
-        return Verify(self._context("target"), pending.tokens, None, pending.q, follows=self._unless_ended(follows))
+        pending = self.permitted(pending)
+        return self._constrained(
+            Verify(self._context("target"), pending.tokens, None, pending.q, follows=self._unless_ended(follows))
+        )
 
     def verify_plainly(self, goes_on: bool = True) -> Verify:
         """Order the next token; `goes_on` says that one more will follow, `ends` that none will."""
-        return Verify(self._context("target"), goes_on=goes_on and self.room > 1, ends=self.room <= 1)
+        goes_on = goes_on and self.room > 1 and self.state is None  # a grammar's next mask is not known yet
+        return self._constrained(Verify(self._context("target"), goes_on=goes_on, ends=self.room <= 1))
 
     def verify_tree(self, tree: Tree, aside: Aside | None = None, follows: Follows | None = None) -> Verify:
         """Order a verify of a tree, with `aside` rows in the same forward; `follows` as in `Verify`."""
         tokens, parents = tuple(n.token for n in tree.nodes), tuple(n.parent for n in tree.nodes)
-        return Verify(self._context("target"), tokens, parents, aside=aside, follows=self._unless_ended(follows))
+        return self._constrained(
+            Verify(self._context("target"), tokens, parents, aside=aside, follows=self._unless_ended(follows))
+        )
 
     def verify_given(self, tokens: Sequence[int]) -> Verify:
         """Order a verify that accepts given tokens, to get their log-probabilities: no other token is allowed."""
         *before, _ = tokens
         return Verify(self._context("target"), tuple(before), allowed=tuple(frozenset((token,)) for token in tokens))
+
+    def permitted(self, pending: Branch) -> Branch:
+        """Return a chain up to the first token that the request's grammar forbids.
+
+        Under the ratio rule a forbidden token that was drawn stays, as the last one: the target rejects it, and the
+        rejection is part of what keeps the distribution.
+        """
+        if self.state is None:
+            return pending
+        count = self.state.permitted(pending.tokens)
+        drawn = count < len(pending.tokens) and pending.q is not None and pending.q[count] is not None
+        return pending.cut(0, count + drawn) if count + drawn < len(pending.tokens) else pending
+
+    def permitted_tree(self, tree: Tree) -> Tree:
+        """Return a tree without the nodes that the request's grammar forbids."""
+        return tree if self.state is None else pruned(self.state, tree)
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        """Return the tokens that the request's grammar forces, at most so many; the last token of a request is not
+        among them."""
+        return () if self.state is None else self.state.forced_chain(min(most, self.room - 1))
 
     def commit(self, pending: Sequence[int], verdict: Verdict, foreseen: bool = False) -> int:
         """Append the accepted pending tokens, then the bonus token, up to the request's end; returns how many.
@@ -154,8 +186,11 @@ class Session:
         return Context(base, (*self.tokens[base:], *pending), self.tokens)
 
     def _unless_ended(self, follows: Follows | None) -> Follows | None:
-        """Return `follows`, with None for tokens that end the request; each answer is computed once for both models."""
-        if follows is None:
+        """Return `follows`, with None for tokens that end the request; each answer is computed once for both models.
+
+        None under a grammar: the masks of the next round are not known before its tokens are.
+        """
+        if follows is None or self.state is not None:
             return None
         after = follows
         known: dict[tuple[int, ...], Following] = {}
@@ -168,12 +203,31 @@ class Session:
 
         return following
 
+    def _constrained(self, order: Verify) -> Verify:
+        """Return the order with what the request's grammar allows behind each of its rows."""
+        if self.state is None:
+            return order
+        self.state.check()
+        return replace(order, allowed=allowed_in_tree(self.state, order.tokens, order.parents))
+
+    def _advance(self, token: int) -> bool:
+        """Move the grammar behind a token; returns True if nothing can follow."""
+        after = self.state.advance(token) if self.state is not None else None
+        if after is None:
+            raise BadParameter(
+                f"Token {token} is not allowed by the grammar of this request. An answer that starts with given tokens "
+                "has to match its grammar."
+            )
+        self.state = after.commit()
+        return after.is_over
+
     def _append(self, token: int, origin: Origin) -> None:
         self.tokens.append(token)
         self.origins.append(origin)
         self.stats.emitted += 1
         watched = self._watch(token) if self._watch else False
-        if token in self._ending or watched:
+        over = self.state is not None and token not in self._ending and self._advance(token)
+        if token in self._ending or watched or over:
             self.finished = "stop"
         elif self.room <= 0:
             self.finished = "length"

@@ -21,6 +21,7 @@ SAME_NAME = (
     *("target_forwards", "drafted", "rejections", "branch_points", "branch_points_reached", "branch_hits"),
     *("rounds_overlapped", "rounds_begun", "rounds_without_draft", "draft_restarts", "late_captures"),
     *("prompt_tokens_read", "prompt_tokens_cached", "draft_prompt_tokens_read", "draft_prompt_tokens_cached"),
+    *("accepted_prediction_tokens", "rejected_prediction_tokens"),
 )
 AS_THEY_ARE = {  # fields that a summary has unchanged, and their names there
     "emitted": "tokens",
@@ -61,6 +62,8 @@ class Stats(Fates):
     prompt_tokens_cached: int = 0  # taken from the target's prefix cache instead
     draft_prompt_tokens_read: int = 0
     draft_prompt_tokens_cached: int = 0
+    accepted_prediction_tokens: int = 0  # verified tokens that a caller's prediction proposed, and emitted
+    rejected_prediction_tokens: int = 0  # the others of them
     queued: float = 0.0  # seconds in the queue
     started: float = 0.0
     first_token: float = 0.0
@@ -166,6 +169,11 @@ class Stats(Fates):
         self.drafted += fates.total
         self.add(fates)
 
+    def count_predicted(self, sent: int, emitted: int) -> None:
+        """Count verified tokens that came from the caller's prediction."""
+        self.accepted_prediction_tokens += emitted
+        self.rejected_prediction_tokens += sent - emitted
+
     def count_plain(self, seconds: float) -> None:
         """Count a round of plain decoding, in which the target worked for some seconds."""
         self.end_round()
@@ -263,6 +271,8 @@ class Stats(Fates):
             "prompt_tokens_cached": self.prompt_tokens_cached,
             "draft_prompt_tokens_read": self.draft_prompt_tokens_read,
             "draft_prompt_tokens_cached": self.draft_prompt_tokens_cached,
+            "accepted_prediction_tokens": self.accepted_prediction_tokens,
+            "rejected_prediction_tokens": self.rejected_prediction_tokens,
             "tokens_by_method": self.arms.tokens,
             "arms": self.arms.to_dict(),
         }

@@ -68,7 +68,7 @@ def _decode(session: Session, planner: Planner, ways: WayChoice, deferred: Defer
 def _planned_round(session: Session, planner: Planner, tree: Tree, deferred: Deferred) -> TreeRound:
     """Draft while the target waits if that pays, then verify, and draft on during the verify if that pays."""
     session.stats.begin(tree.root_scored)
-    tree = planner.with_lookup(tree)
+    tree = planner.with_lookup(session.permitted_tree(tree))
     offer = planner.lane_offer(tree, session.unsent) if session.room > 1 else None
     may_draft: LaneGrant = (yield offer) if offer else LaneGrant(False)
     before = _if_room(session, planner.plan_draft_before_verify(tree, session.unsent, may_draft))
@@ -76,7 +76,7 @@ def _planned_round(session: Session, planner: Planner, tree: Tree, deferred: Def
     if before:
         orders = Orders(draft=session.grow(tree, before, planner.sending(session.room)))
         reports = yield orders
-        tree = _take_tree(session, planner, tree, orders, reports)
+        tree = session.permitted_tree(_take_tree(session, planner, tree, orders, reports))
         steps = _steps(reports)
     candidates = planner.candidates(tree, session.room)
     rows: RowGrant = yield planner.row_offer(tree, candidates)
@@ -193,6 +193,9 @@ def _absorb(
     ended_on_path = taken <= len(path)  # the request ended before the bonus token
     last_token = tree.nodes[path[taken - 1]].token if ended_on_path else verdict.token
     session.stats.end_round()
+    if session.prediction is not None:
+        predicted = session.prediction.sent_in_tree(tree, verified)
+        session.stats.count_predicted(len(predicted), len(set(predicted).intersection(path[:taken])))
     planner.learning.accept(tree, path[: taken - 1], verified)  # what lies beyond the end of the request does not count
     if len(tree):
         deferred.add(session.stats.judge_tree, tree, verified, path, bonus, taken)

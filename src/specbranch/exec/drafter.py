@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from specbranch.core.costs import MOST_UNCOMPUTED
+from specbranch.core.grammar import Allowed, State
 from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Prefill, Reached, Sparse
 from specbranch.core.runner import Ask, Done, Feed, Lanes, NoNumber, Proposal, RunsAhead
 from specbranch.core.slots import ROOT
@@ -33,6 +34,7 @@ class Lane:
     order: Draft
     after: int
     node: int  # the computed node it continues from
+    state: State | None = None  # of its request's grammar, behind its last token; None: there is no grammar
     tokens: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
     q: list[Sparse | None] = field(default_factory=list)
@@ -44,13 +46,16 @@ class Lane:
         self.confidence.append(proposal.confidence)
         self.q.append(q)
         self.open = len(self.tokens) < self.order.plan.length
+        if self.state is not None:
+            self.state = self.state.advance(token)
+            self.open = self.open and self.state is not None and not self.state.is_over
 
     def extend(self, proposal: Proposal) -> None:
         """Take the next token, or end before or after an unsure one, as the plan says; its confidence is kept in any
         case."""
         plan = self.order.plan
-        unsure = proposal.confidence < plan.stop_below
-        if unsure and not plan.keep_unsure:
+        unsure = proposal.confidence < plan.stop_below or not proposal.tokens  # nothing that is allowed has a score
+        if not proposal.tokens or (unsure and not plan.keep_unsure):
             self.confidence.append(proposal.confidence)
         else:
             self.take(proposal.tokens[0], proposal, proposal.q)
@@ -138,7 +143,8 @@ class Drafter(Worker):
         lanes = self._forked(orders)
         if announce:
             announce(_heads(lanes))
-        if self.runs_ahead is not None and self.lets_grow and len(orders) == 1:
+        constrained = any(order.state is not None for order in orders.values())  # each step needs its masks
+        if self.runs_ahead is not None and self.lets_grow and len(orders) == 1 and not constrained:
             self._run_ahead(self.runs_ahead, self._growing(lanes, done), done)
         while growing := self._growing(lanes, done):
             self._grow(growing)
@@ -192,7 +198,7 @@ class Drafter(Worker):
         if order.plan.length < 1:
             return []
         if not order.plan.forks:
-            lane = Lane(session, order, order.pending, order.pending - 1)
+            lane = Lane(session, order, order.pending, order.pending - 1, _state_behind(order, order.pending))
             lane.extend(next(answers))
             return [lane]
         lanes: list[Lane] = []
@@ -255,7 +261,14 @@ class Drafter(Worker):
             for node, lane in enumerate(group, len(self.slots(session).tokens)):
                 lane.node = node
         asks = [
-            Ask(lane.session, lane.node, measure=lane.order.plan.measure, attempt=lane.order.number) for lane in lanes
+            Ask(
+                lane.session,
+                lane.node,
+                measure=lane.order.plan.measure,
+                attempt=lane.order.number,
+                allowed=None if lane.state is None else lane.state.allowed,
+            )
+            for lane in lanes
         ]
         for lane, proposal in zip(lanes, self.propose(work, asks), strict=True):
             lane.extend(proposal)
@@ -277,14 +290,30 @@ def _asks(session: int, order: Draft, path: list[int]) -> list[Ask]:
     if plan.length < 1:
         return []
     if not plan.forks:
-        return [Ask(session, path[start + order.pending], measure=plan.measure, attempt=order.number)]
+        allowed = _allowed_behind(order, order.pending)
+        node = path[start + order.pending]
+        return [Ask(session, node, measure=plan.measure, attempt=order.number, allowed=allowed)]
     return [
-        Ask(session, path[start + after], width, plan.heads, plan.measure, order.number) for after, width in plan.forks
+        Ask(session, path[start + after], width, plan.heads, plan.measure, order.number, _allowed_behind(order, after))
+        for after, width in plan.forks
     ]
 
 
+def _state_behind(order: Draft, after: int) -> State | None:
+    """Return the state of the request's grammar behind some of the pending tokens; None: there is none."""
+    pending = order.on.tail[len(order.on.tail) - order.pending :]
+    return None if order.state is None else order.state.walk(pending[:after])
+
+
+def _allowed_behind(order: Draft, after: int) -> Allowed | None:
+    state = _state_behind(order, after)
+    return None if state is None else state.allowed
+
+
 def _lane(session: int, order: Draft, after: int, rank: int, proposal: Proposal) -> Lane:
-    lane = Lane(session, order, after, after - 1)  # the pending tokens are nodes 0, 1, … behind the prefix
+    lane = Lane(
+        session, order, after, after - 1, _state_behind(order, after)
+    )  # the pending tokens are nodes 0, 1, … behind the prefix
     lane.take(proposal.tokens[rank], proposal, proposal.q if rank == 0 else None)
     return lane
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
+from specbranch.core.grammar import State
 from specbranch.core.orders import Grow
 from specbranch.core.runner import Ask, Done, Feed, Growing, Proposal
 from specbranch.core.slots import ROOT
@@ -46,7 +47,10 @@ class _GrowingOrder:
 
     def open_nodes(self) -> list[tuple[int, float]]:
         """Return the nodes that may be computed next, with their gains, best first."""
-        return self.growing.open_nodes(self.growth)[: self.worker.slots(self.session).room]
+        found = self.growing.open_nodes(self.growth)
+        if self.order.state is not None:  # nothing follows an end token
+            found = [(n, gain) for n, gain in found if (state := self._state(n)) is not None and not state.ended]
+        return found[: self.worker.slots(self.session).room]
 
     def feed(self, numbers: list[int]) -> Feed:
         """Add nodes to the KV cache; returns their work in the next step."""
@@ -60,9 +64,19 @@ class _GrowingOrder:
         self.growing.feed(numbers)
         return work
 
-    def ask(self, node: int) -> Ask:
-        """Ask what the draft proposes after a node of the cache."""
-        return Ask(self.session, node, self.growth.children, "top", attempt=self.order.number)
+    def ask(self, number: int, node: int) -> Ask:
+        """Ask what the draft proposes after a node of the tree, ROOT for its root, which is a node of the cache."""
+        state = self._state(number)
+        allowed = None if state is None else state.allowed
+        return Ask(self.session, node, self.growth.children, "top", attempt=self.order.number, allowed=allowed)
+
+    def _state(self, number: int) -> State | None:
+        """Return the state of the request's grammar behind a node; None: there is none, or the node is forbidden."""
+        if number == ROOT or self.order.state is None:
+            return self.order.state
+        node = self.growing.nodes[number]
+        above = self._state(node.parent)
+        return None if above is None else above.advance(node.token)
 
     def add_candidates(self, number: int, proposal: Proposal) -> None:
         """Add the draft's candidates to the tree."""
@@ -71,7 +85,7 @@ class _GrowingOrder:
     def grow_on_device(self, done: Done) -> Tree | None:
         """Let the model extend the tree by itself, if it can; `done` ends that if the order runs during a verify."""
         runner = self.worker.grows_trees
-        if not self.worker.lets_grow or runner is None:
+        if not self.worker.lets_grow or runner is None or self.order.state is not None:
             return None
         held = {n: node for n, node in self.held_nodes.items() if n != ROOT}
         tree = Tree(tuple(self.growing.nodes), self.growing.root_scored)
@@ -93,7 +107,7 @@ def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tr
         _note_absent(trees, {tree.session for tree, _ in steps})
         work = [tree.feed(numbers) for tree, numbers in steps]
         read = [(tree, n) for tree, numbers in steps for n in numbers]
-        proposals = worker.propose(work, [tree.ask(tree.held_nodes[n]) for tree, n in read])
+        proposals = worker.propose(work, [tree.ask(n, tree.held_nodes[n]) for tree, n in read])
         for (tree, n), proposal in zip(read, proposals, strict=True):
             tree.add_candidates(n, proposal)
     return {tree.session: tree.growing.tree() for tree in trees}
@@ -115,7 +129,7 @@ def _compute_texts(worker: Worker, trees: list[_GrowingOrder]) -> float:
         return 0.0
     unasked = [tree for tree in trees if not tree.growing.root_scored]
     proposals = worker.propose(
-        [tree.uncomputed_text() for tree in trees], [tree.ask(len(tree.rest) - 1) for tree in unasked]
+        [tree.uncomputed_text() for tree in trees], [tree.ask(ROOT, len(tree.rest) - 1) for tree in unasked]
     )
     for tree in trees:
         tree.commit_text()

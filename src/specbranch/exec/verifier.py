@@ -47,7 +47,7 @@ class Scored:
     verdicts: Verdicts
     waiting: tuple[Trial, ...]
     last: Verdicts | None = None  # of the waiting trials, once their heads are known
-    freed: frozenset[int] = frozenset()  # sessions whose sequences are gone
+    freed: frozenset[int] = frozenset()  # sessions whose sequences are gone, or whose orders came again
 
     @property
     def ready(self) -> bool:
@@ -117,6 +117,7 @@ class Verifier(Worker):
         """Return who receives a tree behind this sequence, to verify it at once; None: the verify is ordered."""
         request = self.request(session)
         asked = request.params.logprobs is not None or (self.forecaster is not None and request.wants_forecast)
+        asked = asked or request.is_constrained  # a device does not know a grammar's masks
         return None if asked or self._receives is None else self._receives.receiver(session, on, sending)
 
     def start(
@@ -144,7 +145,9 @@ class Verifier(Worker):
         """True if the session can be decoded in a plain batch, behind `length` tokens; then also behind more."""
         request = self.request(session)
         forecasts = request.wants_forecast and self.forecaster is not None
-        return self._batches is not None and not forecasts and self._batches.decodes(session, length)
+        if self._batches is None or forecasts or request.is_constrained:
+            return False
+        return self._batches.decodes(session, length)
 
     def decode(self, orders: PlainOrders) -> PlainDecoding | None:
         """Start a round of plain decoding, together with orders of other sessions; None: it has to be ordered.
@@ -153,6 +156,8 @@ class Verifier(Worker):
         the next call reads that one. If it does not come, the same orders can be carried out again.
         """
         verified, self._launched = self._launched, None
+        if verified is not None:  # after a round that only drafted, orders come again: these count
+            verified = replace(verified, freed=verified.freed | orders.verifies.keys())
         if self._batches is None:
             return None
         forward, failed = self._planned(orders.verifies, orders.heads)
@@ -194,7 +199,9 @@ class Verifier(Worker):
             try:
                 with self.releasing(session):
                     reached[session] = self.continue_prefill(session, order)
-                if order.last is not None and reached[session] == len(order.on) and self._batches is not None:
+                joins = self._batches is not None and not self.request(session).is_constrained
+                if joins and order.last is not None and reached[session] == len(order.on):
+                    assert self._batches is not None
                     self._batches.join(session, order.last)
             except SpecBranchError as error:
                 failed[session] = error

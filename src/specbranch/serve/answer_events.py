@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from specbranch.answer import Chunk, Output
 from specbranch.errors import SpecBranchError
-from specbranch.serve.errors import of_engine
+from specbranch.serve.errors import ApiError, of_engine
 from specbranch.serve.events import DONE, event
 from specbranch.serve.protocol import Reason, StreamOptions
 from specbranch.serve.usage import answer_metrics, usage_so_far
@@ -45,6 +45,8 @@ class New(NamedTuple):
 
 class AnswerEvents:
     """The events of one request, with one or more choices."""
+
+    _done = DONE  # behind the last event
 
     def __init__(self, answering: Answering, scores: PromptScores) -> None:
         """Start with the openings of all choices. Without submissions, that and the ends are all."""
@@ -113,9 +115,13 @@ class AnswerEvents:
         except Exception as error:
             if not isinstance(error, SpecBranchError):
                 log.error("A stream failed by a mistake of the program.", exc_info=error)
-            self._waiting.append(event(json.dumps(of_engine(error).body())))
-        self._waiting.append(DONE)
+            self._waiting.append(self._failure(of_engine(error)))
+        self._waiting.append(self._done)
         self._ended = True
+
+    def _failure(self, error: ApiError) -> bytes:
+        """Return an error as an event."""
+        return event(json.dumps(error.body()))
 
     def _add_news(self) -> None:
         news, self._news = self._news, []

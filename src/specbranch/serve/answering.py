@@ -27,7 +27,7 @@ from specbranch.serve.answer_events import AnswerEvents, New
 from specbranch.serve.events import GONE, ClientGone, PushedEvents, unless_gone
 from specbranch.serve.limits import Admitted
 from specbranch.serve.notes import RequestNote, note_of
-from specbranch.serve.protocol import Envelope, Reason, StreamOptions, Usage
+from specbranch.serve.protocol import Reason, StreamOptions, Usage
 from specbranch.serve.serving import Serving, serving_of
 from specbranch.serve.usage import answer_metrics, usage
 
@@ -87,7 +87,7 @@ class Form(Protocol):
         """Return the whole answer as a choice. Without an output there is only the prompt."""
         ...
 
-    def envelope(self, **values: Any) -> Envelope:
+    def envelope(self, **values: Any) -> BaseModel:
         """Return the object that choices are sent in."""
         ...
 
@@ -95,12 +95,17 @@ class Form(Protocol):
 Work = Callable[[], tuple[Prepared, Form]]  # turns a body into tokens, which takes long
 
 
-async def respond(request: Request, samples: int, within: float, work: Work) -> Response:
-    """Answer a request of `samples` samples within `within` seconds. It is counted before its prompt is tokenised."""
+async def respond(
+    request: Request, samples: int, within: float, work: Work, events: type[AnswerEvents] = AnswerEvents
+) -> Response:
+    """Answer a request of `samples` samples within `within` seconds. It is counted before its prompt is tokenised.
+
+    `events` makes the events of a stream.
+    """
     serving, note = serving_of(request), note_of(request.scope)
     admitted = serving.limits.admit(note.key, samples)
     try:
-        return await unless_gone(request.receive, _started(serving, note, admitted, within, work))
+        return await unless_gone(request.receive, _started(serving, note, admitted, within, work, events))
     except BaseException as error:
         admitted.leave()
         if isinstance(error, ClientGone):
@@ -108,7 +113,9 @@ async def respond(request: Request, samples: int, within: float, work: Work) -> 
         raise
 
 
-async def _started(serving: Serving, note: RequestNote, admitted: Admitted, within: float, work: Work) -> Response:
+async def _started(
+    serving: Serving, note: RequestNote, admitted: Admitted, within: float, work: Work, events: type[AnswerEvents]
+) -> Response:
     """Return the whole answer, or a stream once its first part is there."""
     try:
         async with asyncio.timeout(within):
@@ -121,7 +128,7 @@ async def _started(serving: Serving, note: RequestNote, admitted: Admitted, with
     try:
         answering.submit()
         if prepared.stream is not None:
-            return PushedEvents(await AnswerEvents.begun(answering), answering.close)
+            return PushedEvents(await events.begun(answering), answering.close)
         response = await answering.whole()
     except BaseException:
         answering.close()
@@ -195,9 +202,10 @@ class Answering:
 
     def usage(self) -> Usage:
         """Return the token counts of the request."""
-        return usage(self.prepared.prompts, self.outputs, self.prepared.params.n)
+        asked = self.prepared
+        return usage(asked.prompts, self.outputs, asked.params.n, asked.options.prediction is not None)
 
-    def envelope(self, choices: list[BaseModel], kind: str, **fields: Any) -> Envelope:
+    def envelope(self, choices: list[BaseModel], kind: str, **fields: Any) -> BaseModel:
         """Return choices as one object, in the form's envelope."""
         return self.form.envelope(
             id=f"{self.form.prefix}-{self.id}",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 
 from specbranch import __version__
-from specbranch.serve import chat, completions, operations, page
+from specbranch.serve import chat, completions, operations, page, responses
 from specbranch.serve.errors import add_handlers
 from specbranch.serve.headers import SafeHeaders
 from specbranch.serve.keys import Gate
@@ -48,7 +48,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     )
     serving = app.state.serving = Serving.of(engine, settings)
     add_handlers(app)
-    for part in (chat, completions, operations):
+    for part in (chat, completions, responses, operations):
         app.include_router(part.router)
     page.mount(app)
     # the last one added is the outermost

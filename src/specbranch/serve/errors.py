@@ -19,6 +19,7 @@ from specbranch.errors import (
     BadParameter,
     CacheFull,
     DeadlinePassed,
+    MissingPackage,
     PoolFull,
     RequestCancelled,
     SpecBranchError,
@@ -30,12 +31,11 @@ from specbranch.serve.settings import LONGEST_STOP, MOST_BIASES, MOST_STOP_IDS, 
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 TOO_LONG = "context_length_exceeded"
-RESPONSES = (
-    "The Responses API is not served here. Use /v1/chat/completions; clients have a switch for it, such as LangChain's "
-    "use_responses_api=False."
-)
+RESPONSES = "No response is stored here, so there is none to read, delete or continue. POST /v1/responses answers."
 
 EXPECTED_FORMS = {  # of parameters that have several forms, and of what is in a message
+    "input": 'a text, or a list of messages such as {"role": "user", "content": "Hello"}',
+    "prediction": 'an object such as {"type": "content", "content": "The text that is expected"}',
     "prompt": "a text, token ids, or a list of either, none of them empty",
     "messages": 'a list of messages such as {"role": "user", "content": "Hello"}, whose content is text',
     "stop": f"a text or up to {MOST_STOPS} texts, of up to {LONGEST_STOP} characters",
@@ -43,6 +43,12 @@ EXPECTED_FORMS = {  # of parameters that have several forms, and of what is in a
     "stop_token_ids": f"up to {MOST_STOP_IDS} token ids",
     "logit_bias": f"up to {MOST_BIASES} token ids with numbers from -100 to 100",
     "tokens": "a list of token ids",
+    "json_schema": "a JSON schema",
+    "guided_json": "a JSON schema",
+    "choice": "a list of texts that are not empty",
+    "guided_choice": "a list of texts that are not empty",
+    "response_format": 'an object such as {"type": "json_object"}',
+    "structured_outputs": 'an object such as {"json": {"type": "object"}}',
     "role": "one of system, developer, user, assistant, tool",
     "tools": 'a list of tools such as {"type": "function", "function": {"name": "f", "parameters": {…}}}',
     "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": "f"}}',
@@ -50,13 +56,8 @@ EXPECTED_FORMS = {  # of parameters that have several forms, and of what is in a
     "content": 'a text, or a list of parts such as {"type": "text", "text": "Hello"}',
 }
 
-SEVERAL_FORMS = (
-    "prompt",
-    "stop",
-    "logit_bias",
-    "content",
-    "tool_choice",
-)  # may be of several types: no single part of them is wrong
+# may be of several types: no single part of them is wrong
+SEVERAL_FORMS = ("prompt", "stop", "logit_bias", "content", "tool_choice", "json_schema", "guided_json")
 
 
 class ApiError(Exception):
@@ -113,6 +114,8 @@ def of_engine(error: BaseException) -> ApiError:
     if isinstance(error, BadParameter):
         first = str(error).partition(" ")[0]
         return ApiError(400, str(error), param=first if first in PARAMETER_NAMES else None)
+    if isinstance(error, MissingPackage):
+        return ApiError(400, str(error), code="unsupported_parameter")
     if isinstance(error, DeadlinePassed):
         return ApiError(408, str(error), "timeout_error", "deadline_passed")
     if isinstance(error, RequestCancelled):

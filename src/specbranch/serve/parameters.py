@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specbranch.config import SamplingParams
+from specbranch.errors import BadParameter, unknown
 from specbranch.submission import RequestOptions
 
 if TYPE_CHECKING:
@@ -24,23 +25,24 @@ WITHOUT_EFFECT = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "prediction",
 )
 # Refused by name, as the answer would be another one; why.
 REFUSED = {
     "functions": "it was replaced by tools",
     "function_call": "it was replaced by tool_choice",
-    "response_format": "only text is written so far",
-    "guided_json": "only text is written so far",
-    "guided_regex": "only text is written so far",
-    "guided_choice": "only text is written so far",
-    "guided_grammar": "only text is written so far",
-    "structured_outputs": "only text is written so far",
     "modalities": "only text is written",
     "audio": "only text is read and written",
     "reasoning_effort": "there is no such switch here; a template's own are set by chat_template_kwargs",
     "verbosity": "there is no such switch here",
     "web_search_options": "there is no search here",
+    "previous_response_id": "no response is stored here; send the whole conversation as input",
+    "conversation": "no conversation is stored here; send the whole of it as input",
+    "background": "nothing is answered in the background; stream it, or wait for it",
+    "text": "only text is written so far",
+    "reasoning": "there is no such switch here; a template's own are set by chat_template_kwargs",
+    "include": "an answer holds nothing else",
+    "max_tool_calls": "tools come later",
+    "truncation": "an input is never cut",
     "best_of": "samples are not ranked here; ask for n of them with logprobs",
     "suffix": "text is only written at the end",
     "use_beam_search": "there is no beam search here",
@@ -63,6 +65,25 @@ REFUSED = {
     "return_tokens_as_token_ids": "/tokenize tells token ids",
     "include_reasoning": "reasoning is always sent, as reasoning_content",
 }
+ANY_OBJECT = {"type": "object"}  # the schema of OpenAI's json_object
+ALIASES = {  # parameters that say what the answer follows, and the names of these in `SamplingParams`
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+# the same of vLLM's structured_outputs
+OUTPUT_NAMES = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_schema",
+}
 # Values that request what the server does anyway; they are dropped.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -74,6 +95,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
+    "background": (False,),
+    "text": ({}, {"format": {"type": "text"}}),
+    "reasoning": ({},),
+    "include": ([],),
+    "truncation": ("disabled",),
     "best_of": (1,),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -136,7 +162,60 @@ def sampling(asked: GenerationRequest, max_tokens: int, logprobs: int | None) ->
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         ignore_eos=asked.ignore_eos,
         logprobs=logprobs,
+        **constraint_of(asked),
     )
+
+
+def constraint_of(asked: GenerationRequest) -> dict[str, Any]:
+    """Return what the answer has to follow, by its name in `SamplingParams`, from the one parameter that says so.
+
+    These are OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`, and the names of `SamplingParams`,
+    two of which are llama.cpp's.
+    """
+    found = {
+        "response_format": _of_format(asked.response_format) if asked.response_format is not None else {},
+        "structured_outputs": _of_outputs(asked.structured_outputs) if asked.structured_outputs is not None else {},
+    }
+    for name, kind in ALIASES.items():
+        if (value := getattr(asked, name)) is not None:
+            found[name] = {kind: value}
+    given = [name for name, value in found.items() if value]
+    if len(given) > 1:
+        raise BadParameter(f"{given[0]} and {given[1]} are both given; an answer follows one of them. Give one.")
+    return found[given[0]] if given else {}
+
+
+def _of_format(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Read OpenAI's `response_format`; llama.cpp's clients put the schema beside the type."""
+    kind, described = given.get("type"), given.get("json_schema")
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": _schema(given["schema"]) if given.get("schema") is not None else ANY_OBJECT}
+    schema = described.get("schema") if isinstance(described, Mapping) else given.get("schema")
+    if kind != "json_schema" or schema is None:
+        raise BadParameter(
+            f"response_format is {given!r:.80}; expected "
+            '{"type": "json_schema", "json_schema": {"name": …, "schema": …}}, {"type": "json_object"} or '
+            '{"type": "text"}.'
+        )
+    return {"json_schema": _schema(schema)}
+
+
+def _of_outputs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Read vLLM's `structured_outputs`."""
+    for name in given:
+        if name not in OUTPUT_NAMES:
+            raise unknown("parameter of structured_outputs", name, OUTPUT_NAMES)
+    found = {OUTPUT_NAMES[name]: value for name, value in given.items() if value is not None and value is not False}
+    if given.get("json_object"):
+        found["json_schema"] = ANY_OBJECT
+    return found
+
+
+def _schema(given: Any) -> Any:
+    """Return a schema; true, which describes any value, as {}."""
+    return {} if given is True else given
 
 
 def decoding_options(asked: GenerationRequest) -> RequestOptions:

@@ -52,14 +52,28 @@ def prepared(
     """Check a request and return it as the engine takes it. `max_tokens` 0 generates nothing. `shown`: special tokens
     that are part of the text."""
     _check_bias(serving, asked)
+    params = sampling(asked, max(_longest(serving, max_tokens), 1), logprobs)
+    serving.engine.compile_grammar(params)  # here, where the event loop does not wait
     return Prepared(
         prompts,
-        sampling(asked, max(_longest(serving, max_tokens), 1), logprobs),
-        replace(decoding_options(asked), shown_tokens=shown),
+        params,
+        replace(decoding_options(asked), prediction=predicted_ids(serving, asked), shown_tokens=shown),
         (asked.stream_options or StreamOptions()) if asked.stream else None,
         scored,
         generates=max_tokens != 0,
     )
+
+
+def predicted_ids(serving: Serving, asked: GenerationRequest) -> list[int] | None:
+    """Return the tokens of the text that a caller expects, if there is one."""
+    if asked.prediction is None:
+        return None
+    name, content = "prediction", asked.prediction.content
+    text = content if isinstance(content, str) else "".join(text_of(part, name, name) for part in content)
+    ids, holds = encoded(serving, text, False, name), serving.engine.context_length
+    if len(ids) > holds:
+        raise too_long(holds, f"resulted in {len(ids)} tokens", name)
+    return ids
 
 
 def deadline(serving: Serving, asked: GenerationRequest) -> float:
@@ -117,16 +131,17 @@ def _content(message: ChatMessage, where: str) -> str:
     content = message.refusal if message.content is None else message.content
     if content is None and not message.tool_calls:
         raise ApiError(400, f"{where} has no content; expected a text.", param="messages")
-    return content or "" if not isinstance(content, list) else "".join(_text(part, where) for part in content)
+    return content or "" if not isinstance(content, list) else "".join(text_of(part, where) for part in content)
 
 
-def _text(part: ContentPart, where: str) -> str:
+def text_of(part: ContentPart, where: str, param: str = "messages") -> str:
+    """Return the text of a part; refuse one that is no text. `where` and `param` name what holds it."""
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in ("text", "input_text", "output_text", "refusal"):
         said = f"{where} has a part of type {part.type!r:.60}: only text is read here, no images, audio or files."
-        raise ApiError(400, said, code="unsupported_content", param="messages")
+        raise ApiError(400, said, code="unsupported_content", param=param)
     if text is None:
-        raise ApiError(400, f"{where} has a part of type {part.type!r} without a text.", param="messages")
+        raise ApiError(400, f"{where} has a part of type {part.type!r} without a text.", param=param)
     return text
 
 

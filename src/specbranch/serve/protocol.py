@@ -30,6 +30,7 @@ TokenId = Annotated[BiasedId, Field(strict=True)]  # no boolean
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopText = Annotated[str, Field(max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
 Reason = Literal["stop", "length", "tool_calls"]
 
 
@@ -67,6 +68,27 @@ class SpeculativeChoice(Body):
     off: bool = False
 
 
+class ContentPart(Body):
+    """A part of a message; only text is read."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    annotations: Any = None
+    logprobs: Any = None  # of an earlier output that is sent back
+    cache_control: Any = None
+
+
+class PredictedContent(Body):
+    """The text that a caller expects; it makes the answer no other one."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
+
+
 class GenerationRequest(Body):
     """What chats and completions share."""
 
@@ -88,6 +110,18 @@ class GenerationRequest(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative: bool | SpeculativeChoice | None = None
+    response_format: dict[str, Any] | None = Field(None, description="Of type text, json_object or json_schema.")
+    json_schema: dict[str, Any] | str | None = Field(None, description="The answer is JSON that it describes.")
+    regex: str | None = Field(None, min_length=1, description="The answer matches it as a whole.")
+    choice: Choices | None = Field(None, description="The answer is one of these.")
+    grammar: str | None = Field(
+        None, min_length=1, description="The answer follows it, in Lark's or llama.cpp's syntax."
+    )
+    structured_outputs: dict[str, Any] | None = Field(None, description="As vLLM has it: json, regex, choice, grammar.")
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = Field(None, min_length=1)
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = Field(None, min_length=1)
     deadline: float | None = Field(None, gt=0, le=86400, description="Seconds in which it has to be answered.")
     user: Any = None
     metadata: Any = None
@@ -96,20 +130,7 @@ class GenerationRequest(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    prediction: Any = None
-
-
-class ContentPart(Body):
-    """A part of a message; only text is read."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
-    annotations: Any = None
-    cache_control: Any = None
+    prediction: PredictedContent | None = Field(None, description="The text that the answer is expected to have.")
 
 
 class CalledFunction(Body):
@@ -203,6 +224,35 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
 
 
+class ResponseItem(Body):
+    """One item of the input of /v1/responses; only messages are read. The rest is known, to be refused by its type."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    id: Any = None
+    status: Any = None
+    phase: Any = None
+    name: Any = None
+    namespace: Any = None
+    arguments: Any = None
+    call_id: Any = None
+    output: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
+
+
+class ResponsesRequest(GenerationRequest):
+    """The body of /v1/responses."""
+
+    input: str | Annotated[list[ResponseItem], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
+    chat_template_kwargs: dict[str, Any] | None = None
+    n: Literal[1] = 1
+    store: bool = False
+
+
 class TokenizeRequest(Body):
     """The body of /tokenize: a text, or a conversation."""
 
@@ -228,6 +278,13 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
+class CompletionDetails(BaseModel):
+    """What became of a prediction's tokens."""
+
+    accepted_prediction_tokens: int = Field(description="Verified tokens of the prediction that are in the answer.")
+    rejected_prediction_tokens: int = Field(description="Verified tokens of the prediction that are not.")
+
+
 class Usage(BaseModel):
     """What a request cost."""
 
@@ -235,6 +292,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class SpeculativeMetrics(BaseModel):
@@ -336,6 +394,93 @@ class CompletionChoice(BaseModel):
     finish_reason: Reason | None = None
 
 
+class OutputText(BaseModel):
+    """The text of a message of /v1/responses."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputMessage(BaseModel):
+    """A message of the model, as an item of /v1/responses."""
+
+    id: str
+    type: Literal["message"] = "message"
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class InputTokensDetails(BaseModel):
+    """What of the input was not read again; nothing is written to a cache for a price."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(BaseModel):
+    """What of the output was no answer, and what became of a prediction's tokens."""
+
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+
+
+class ResponseUsage(BaseModel):
+    """What a request of /v1/responses cost."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(BaseModel):
+    """Why an answer ended before its end."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(BaseModel):
+    """What ended an answer."""
+
+    code: str
+    message: str
+
+
+class ResponseObject(BaseModel):
+    """The answer of /v1/responses, or its state in an event."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False] = False
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool = True
+    previous_response_id: None = None
+    reasoning: dict[str, Any] = Field(default_factory=lambda: {"effort": None, "summary": None})
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any] = Field(default_factory=lambda: {"format": {"type": "text"}})
+    tool_choice: str = "auto"
+    tools: list[Any] = Field(default_factory=list)
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None
+    metrics: AnswerMetrics | None = None
+
+
 class Envelope(BaseModel):
     """What every answer, and every event of a stream, says of itself."""
 
@@ -410,11 +555,13 @@ class ErrorResponse(BaseModel):
 BODIES: dict[str, type[Body]] = {  # by endpoint
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 BODY_PARTS: dict[str, type[Body]] = {  # by the parameter that holds them
     "messages": ChatMessage,
+    "input": ResponseItem,
     "content": ContentPart,
     "stream_options": StreamOptions,
     "speculative": SpeculativeChoice,
@@ -422,5 +569,6 @@ BODY_PARTS: dict[str, type[Body]] = {  # by the parameter that holds them
     "tool_choice": NamedTool,
     "tool_calls": EarlierCall,
     "function": FunctionTool,
+    "prediction": PredictedContent,
 }
 PARAMETER_NAMES = frozenset(name for body in (*BODIES.values(), *BODY_PARTS.values()) for name in body.model_fields)

@@ -5,18 +5,31 @@ Owns how figures of several samples are added up. Names of the speculation's are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
 
 from specbranch.answer import Output
-from specbranch.serve.protocol import AnswerMetrics, CachedTokens, SpeculativeMetrics, Usage
+from specbranch.serve.protocol import AnswerMetrics, CachedTokens, CompletionDetails, SpeculativeMetrics, Usage
 
 
-def usage(prompts: Sequence[Sequence[int]], outputs: Mapping[int, Output], n: int) -> Usage:
-    """Return the token counts of a request. A prompt counts once, however many samples it has."""
+def usage(prompts: Sequence[Sequence[int]], outputs: Mapping[int, Output], n: int, predicted: bool = False) -> Usage:
+    """Return the token counts of a request. A prompt counts once, however many samples it has.
+
+    `predicted`: the request has a prediction, whose tokens are counted, too.
+    """
     cached = sum(one.stats["prompt_tokens_cached"] for index, one in outputs.items() if index % n == 0)
     counts = usage_so_far(prompts, sum(len(one.token_ids) for one in outputs.values()))
-    return Usage(**counts.model_dump(exclude_unset=True), prompt_tokens_details=CachedTokens(cached_tokens=cached))
+    whole = Usage(**counts.model_dump(exclude_unset=True), prompt_tokens_details=CachedTokens(cached_tokens=cached))
+    if predicted:
+        whole.completion_tokens_details = _predicted(outputs.values())
+    return whole
+
+
+def _predicted(outputs: Iterable[Output]) -> CompletionDetails:
+    """Return what became of the prediction's tokens, in all samples together."""
+    stats = [one.stats for one in outputs]
+    names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+    return CompletionDetails(**{name: sum(one[name] for one in stats) for name in names})
 
 
 def usage_so_far(prompts: Sequence[Sequence[int]], said: int) -> Usage:

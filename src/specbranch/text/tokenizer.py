@@ -111,6 +111,10 @@ class Tokenizer:
             return self._backend.decode(ids, skip_special_tokens=skip_special)
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]  # without the GIL, too
 
+    def definition(self) -> str:
+        """Return the tokenizer as tokenizer.json would have it, with the tokens that other files added."""
+        return self._backend.to_str()
+
     def token(self, token_id: int) -> str:
         """Return the token as the vocabulary spells it; an id without one (padding) gives an empty string."""
         return self._backend.id_to_token(token_id) or ""

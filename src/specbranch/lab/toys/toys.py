@@ -194,6 +194,8 @@ class ToySampler:
         return TokenLogprobs(logs[token], tuple((t, logs[t]) for t in ranked))
 
     def _propose(self, row: Logits, spot: Spot, ask: Ask) -> Proposal:
+        if max(_allowed(row, spot)) == -math.inf:
+            return Proposal((), 0.0)
         if spot.request.by_ratio:
             return self._propose_by_ratio(row, spot, ask)
         scores = _scores(row, spot)

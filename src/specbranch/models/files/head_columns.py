@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ class Columns:
             )
         self.ids, self.vocabulary = ids, vocabulary
         self._tokens = tokens
+        self.tokens = np.array(tokens)
         self._columns = {token: column for column, token in enumerate(tokens)}
 
     def below(self, vocabulary: int) -> int:

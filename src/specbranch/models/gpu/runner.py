@@ -214,7 +214,7 @@ class GpuRunner(NativeRunner):
         """True if the device samples the token behind `length` tokens by itself; so it does for all later ones."""
         request = self._requests[seq]
         if self.decoder.columns is None:
-            return not request.by_ratio
+            return not request.by_ratio and not request.is_constrained
         params = request.params  # a reduced head samples in the graph alone, never behind it
         in_graph = asking.is_chosen_in_graph(Spot(request, length, list))
         return in_graph and params.logprobs is None and not params.min_tokens

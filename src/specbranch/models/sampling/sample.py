@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,16 +147,23 @@ def edited(logits: Tensor, asked: Asked) -> Tensor:
     """Change single logits: bias, forbidden tokens, penalties, allowed tokens; returns float32."""
     if not any(name in asked for name in ("bias", "forbid", "repeat", "less", "allowed")):
         return logits.float()
-    found = logits.to(torch.float32, copy=True)
-    for name in ("bias", "forbid", "repeat", "less"):
-        if name in asked:
-            rows, columns, numbers = asked[name]
-            at, by = (rows.long(), columns.long()), numbers.float()
-            found[at] = _changed(name, found[at], by)
-    if "allowed" in asked:
-        column = torch.arange(found.shape[-1], device=found.device)
-        found.masked_fill_((asked["allowed"][:, column // 8] >> (column % 8).to(torch.uint8)) & 1 == 0, -torch.inf)
-    return found
+    edits = [name for name in ("bias", "forbid", "repeat", "less") if name in asked]
+    found = logits.to(torch.float32, copy=True) if edits else logits.float()
+    for name in edits:
+        rows, columns, numbers = asked[name]
+        at, by = (rows.long(), columns.long()), numbers.float()
+        found[at] = _changed(name, found[at], by)
+    return _masked(found, asked["allowed"]) if "allowed" in asked else found
+
+
+def _masked(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Return float32 logits, −∞ at tokens whose bit is not set; `allowed`: packed bits [rows, bytes]."""
+    width = logits.shape[-1]
+    if logits.device.type == "cpu":  # numpy unpacks bits 20 times as fast as torch can
+        bits = np.unpackbits(allowed.numpy(), axis=1, count=width, bitorder="little").view(np.bool_)
+        return torch.from_numpy(np.where(bits, logits.numpy(), np.float32(-np.inf)))
+    column = torch.arange(width, device=logits.device)
+    return logits.masked_fill((allowed[:, column // 8] >> (column % 8).to(torch.uint8)) & 1 == 0, -torch.inf)
 
 
 def _changed(name: str, values: Tensor, by: Tensor) -> Tensor:

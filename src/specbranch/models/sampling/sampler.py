@@ -127,7 +127,8 @@ class TorchSampler:
         return self.vocabulary if columns is None else columns.below(self.vocabulary)
 
     def _asked(self, spots: Sequence[Spot], width: int, columns: Columns | None) -> Arrays:
-        return sheet_of(spots, width, finder(columns, width))
+        tokens = None if columns is None else columns.tokens[:width]
+        return sheet_of(spots, width, finder(columns, width), tokens)
 
     def _sent(self, arrays: Arrays) -> Asked:
         return self._transfer.up(arrays)
@@ -207,7 +208,10 @@ def _chosen(shaped: Tensor, spot: Spot) -> int:
 
 
 def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:
-    confidence, ranked = packed[0], _ranked(_entries_of(packed[1:]))
+    confidence, entries = packed[0], _entries_of(packed[1:])
+    ranked = _ranked(entries)
+    if not ranked and ask.allowed is not None and not any(math.isnan(score) for _, score in entries):
+        return Proposal((), 0.0)  # the model has a score for none of the allowed tokens
     # A NaN logit is always among the best entries. If all are NaN, a device may return no entry at all.
     if math.isnan(sum(packed)) or not (ranked or ask.allowed is not None):
         return Proposal((), math.nan)

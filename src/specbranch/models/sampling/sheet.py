@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specbranch.config import SamplingParams
+from specbranch.core.grammar import Mask
 from specbranch.core.noise import keys
 from specbranch.core.request import Spot
 from specbranch.models.files.head_columns import Find
@@ -26,12 +27,13 @@ EVERYTHING = 2.0  # a top_p that cuts nothing, not even tokens whose probability
 Arrays = dict[str, np.ndarray]  # by name
 
 
-def sheet_of(spots: Sequence[Spot], width: int, find: Find) -> Arrays:
+def sheet_of(spots: Sequence[Spot], width: int, find: Find, tokens: np.ndarray | None = None) -> Arrays:
     """Return the sampling parameters of rows of `width` columns, by name; parameters that no row uses are left out.
 
-    `bias`, `forbid`, `repeat` and `less` are triples of row, column and number.
+    `tokens`: the token of each column; None: a column is its own token. `bias`, `forbid`, `repeat` and `less` are
+    triples of row, column and number.
     """
-    arrays = {**_edits(spots, find), **_allowed(spots, width, find), **_cuts(spots, width)}
+    arrays = {**_edits(spots, find), **_allowed(spots, width, find, tokens), **_cuts(spots, width)}
     temperatures = [temperature_of(spot) for spot in spots]
     if any(temperature != 1.0 for temperature in temperatures):
         arrays["temperature"] = np.array(temperatures, dtype=np.float32)
@@ -89,7 +91,8 @@ def is_shaped(spot: Spot) -> bool:
     params, request = spot.request.params, spot.request
     cut = not request.greedy and (params.top_k is not None or params.top_p < 1.0 or params.min_p > 0.0)
     forbids = spot.position - request.prompt_length < params.min_tokens
-    return cut or forbids or is_penalised(params) or bool(params.logit_bias) or spot.allowed is not None
+    masked = spot.allowed is not None or request.is_constrained  # later positions of a request have masks, too
+    return cut or forbids or is_penalised(params) or bool(params.logit_bias) or masked
 
 
 def is_penalised(params: SamplingParams) -> bool:
@@ -102,16 +105,30 @@ def _found(tokens: Iterable[int], find: Find) -> list[int]:
     return [column for token in tokens if (column := find(token)) is not None]
 
 
-def _allowed(spots: Sequence[Spot], width: int, find: Find) -> Arrays:
+def _allowed(spots: Sequence[Spot], width: int, find: Find, tokens: np.ndarray | None) -> Arrays:
     """Return a mask of the allowed tokens, one bit for each column [rows, bytes]."""
     if all(spot.allowed is None for spot in spots):
         return {}
-    bits = np.ones((len(spots), width), dtype=np.bool_)
-    for row, spot in zip(bits, spots, strict=True):
-        if spot.allowed is not None:
-            row[:] = False
-            row[_found(spot.allowed, find)] = True
-    return {"allowed": np.packbits(bits, axis=1, bitorder="little")}
+    found = np.full((len(spots), (width + 7) // 8), 255, dtype=np.uint8)
+    for row, spot in zip(found, spots, strict=True):
+        if isinstance(spot.allowed, Mask):
+            row[:] = _packed(spot.allowed, len(row), tokens)
+        elif spot.allowed is not None:
+            bits = np.zeros(8 * len(row), dtype=np.bool_)
+            bits[_found(spot.allowed, find)] = True
+            row[:] = np.packbits(bits, bitorder="little")
+    return {"allowed": found}
+
+
+def _packed(mask: Mask, size: int, tokens: np.ndarray | None) -> np.ndarray:
+    """Return a mask over the vocabulary as one over columns [size]; tokens that it does not reach are forbidden."""
+    bits = np.frombuffer(mask.bits, dtype=np.uint8)
+    if tokens is None:
+        return bits[:size] if len(bits) >= size else np.concatenate([bits, np.zeros(size - len(bits), dtype=np.uint8)])
+    whole = np.zeros(max(8 * len(bits), int(tokens[-1]) + 1), dtype=np.bool_)
+    whole[: 8 * len(bits)] = np.unpackbits(bits, bitorder="little")
+    columns = np.packbits(whole[tokens], bitorder="little")
+    return np.concatenate([columns, np.zeros(size - len(columns), dtype=np.uint8)])
 
 
 def _cuts(spots: Sequence[Spot], width: int) -> Arrays:

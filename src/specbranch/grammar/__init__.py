@@ -1,0 +1,1 @@
+"""Grammars of answers: from a schema, a regular expression or a grammar to a parser over tokens."""

@@ -1,0 +1,54 @@
+"""A parser over tokens on llguidance, which computes the masks.
+
+Owns the calls into that library. Does not own states and forks (`core/grammar.py`), or what is compiled
+(`grammar/compiler.py`). Invariant: the mask depends on the tokens alone, not on what was consumed and rolled back
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class GuidanceParser:
+    """Parses one answer by a copy of a compiled grammar.
+
+    Where the library gives up, because the grammar is too complex behind some tokens, nothing may follow them; other
+    branches of the draft tree are not concerned.
+    """
+
+    def __init__(self, compiled: Any, end_tokens: Sequence[int]) -> None:
+        """`compiled`: a matcher (`llguidance.LLMatcher`) that has consumed nothing; `end_tokens`: those it knows."""
+        self._compiled, self._end_tokens = compiled, tuple(end_tokens)
+        self._matcher = compiled.deep_copy()
+        self._tokens: list[int] = []
+        self._failed = False  # a matcher that has failed once stays so
+
+    def consume(self, token: int) -> None:
+        """Go on behind a token that the mask has."""
+        self._tokens.append(token)
+        self._failed = self._failed or not self._matcher.consume_token(token)
+
+    def rollback(self, count: int) -> None:
+        """Forget the last `count` tokens."""
+        del self._tokens[len(self._tokens) - count :]
+        if self._failed or not self._matcher.rollback(count):
+            self._matcher = self._compiled.deep_copy()
+            self._failed = bool(self._tokens) and not self._matcher.consume_tokens(self._tokens)
+
+    def mask(self) -> bytes:
+        """Return the packed bits of the tokens that may follow."""
+        if self._failed:
+            return b""
+        found = bytearray(self._matcher.compute_bitmask())
+        if self._matcher.is_error():
+            self._failed = True
+            return b""
+        for token in self._end_tokens:
+            found[token // 8] &= ~(1 << token % 8) & 255
+        return bytes(found)
+
+    def accepts(self) -> bool:
+        """True if the answer may end here."""
+        return not self._failed and bool(self._matcher.is_accepting())

@@ -1,0 +1,196 @@
+"""The layout of a forest: the sessions of a batch and their draft trees as tables in device memory.
+
+A session owns one row of every table from its admission to its end. Owns the sizes, the fields, and the tables. Does
+not own what changes them round by round: `settling.py` (after a verify), `looking.py` (lookup), `granting.py` (rows of
+the next verify), each with its kernels. The engine does not use it yet. Invariants: integers are int32; what a tree is
+planned by is float64, in which integers are exact. A session's nodes have the fields of `tree_layout.NODE_FIELDS`. A
+node has a KV slot only if the draft has computed all committed tokens, so KV slots of nodes count from the session's
+length; a node's KV slot is higher than its parent's, and gaps are allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from math import exp
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbranch.core.noise import MASK
+from specbranch.core.request import Request
+from specbranch.core.slots import ROOT
+from specbranch.core.trees import CLASSES, EDGES, Chances, Node, Tree
+from specbranch.models.gpu.layout import ONE
+from specbranch.models.gpu.tree_layout import DEEPEST, LOOKED_CELLS, NODE_FIELDS
+from specbranch.models.sampling.sheet import COLDEST
+
+VACANT, DECODING, STOPPED, LIMITED, FAILED = range(5)  # states of a session; FAILED: its logits are not finite
+SENT_ROWS = 64  # rows of a session in a verify, at most: its last token and 63 nodes
+STOP_IDS = 16  # tokens that end a session, at most
+PATH_MOVES = DEEPEST  # moves of KV slots of a session in a round, at most: a path is no deeper
+TARGET_PAGES, DRAFT_PAGES = 0, 1  # whose page table, and whose moves
+
+# Scalars of a session. seed: its 64 bits in two halves; temperature: the bits of a float32; nodes: of its tree;
+# root_scored: as in `core.trees.Tree`; draft_length: committed tokens that the draft has computed; tail: where the
+# draft's next KV slot lies, behind `length`; moves: that wait for the next step of each model.
+SESSION_FIELDS = (
+    "state", "length", "limit", "seed_low", "seed_high", "sample", "temperature", "noisy", "stops", "nodes",
+    "root_scored", "draft_length", "tail", "target_moves", "draft_moves",
+)  # fmt: skip
+# Where the rows of a session are in a step: its first row, their number, its first group, where its page table begins,
+# its first move.
+PLACE_FIELDS = ("first_row", "rows", "group", "table", "moved")
+REPORT_FIELDS = ("count", "state")  # what a round reports to the host; then the tokens
+# What trees of all sessions are weighed by: `core.trees.Chances`, with shifts as factors of odds.
+CHANCE_PARTS = {
+    "edges": len(EDGES), "first": CLASSES, "other": CLASSES, "looked": LOOKED_CELLS, "odds": LOOKED_CELLS,
+}  # fmt: skip
+CHANCE_AT = dict(zip(CHANCE_PARTS, accumulate(CHANCE_PARTS.values(), initial=0), strict=False))
+# How trees grow: `core.trees.Growth` for all sessions, with the tail's KV slots; then the prices of steps.
+GROWTH_SCALARS = ("worth", "least", "row_price", "children", "rows", "deepest", "most", "lanes", "tail_limit")
+WANT_FIELDS = ("rows", "end", "last")  # of a session's draft step: rows, KV slots, last position
+# Prices of a verify. rate: expected tokens a second of all sessions; others: rows in the same forward anyway; then,
+# from SECONDS_AT on, the seconds of a verify by its rows.
+PRICE_SCALARS = ("rate", "others", "most_rows")
+SECONDS_AT = len(PRICE_SCALARS)
+REPORT_SIZE = len(REPORT_FIELDS) + DEEPEST + 1
+
+
+def fitting_ending_ids(request: Request) -> tuple[int, ...] | None:
+    """Return the tokens that end a request, or None if they are more than a row of the table takes."""
+    ending = tuple(sorted(request.ending_ids))
+    return ending if len(ending) <= STOP_IDS else None
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """The tables of a batch; their first dimension is the session's row, unless said otherwise."""
+
+    sessions: Tensor  # [sessions, SESSION_FIELDS]
+    stops: Tensor  # [sessions, STOP_IDS]
+    pages: Tensor  # [sessions, 2, pages] page tables of target and draft
+    history: Tensor  # [sessions, context]
+    trees: Tensor  # [sessions, nodes, NODE_FIELDS] float64
+    moves: Tensor  # [sessions, 2, 2, PATH_MOVES] of target and draft: KV slots of the pool, sources and targets
+    places: Tensor  # [2, sessions, PLACE_FIELDS] in the verify in flight, in the draft step in flight
+    reports: Tensor  # [sessions, REPORT_SIZE]
+
+    @property
+    def count(self) -> int:
+        """How many rows there are, free ones included."""
+        return self.sessions.shape[0]
+
+    def scalars(self, row: int) -> dict[str, int]:
+        """Return a session's scalars; only if the tables are in host memory."""
+        return dict(zip(SESSION_FIELDS, self.sessions[row].tolist(), strict=True))
+
+    def set(self, row: int, **scalars: int) -> None:
+        """Write some scalars of a session."""
+        for name, number in scalars.items():
+            self.sessions[row, SESSION_FIELDS.index(name)] = number
+
+    def admit(
+        self, row: int, request: Request, tokens: Sequence[int], limit: int, pages: tuple[Sequence[int], Sequence[int]]
+    ) -> None:
+        """Give a row to a session whose text, all but its last token, the target has computed.
+
+        `limit`: the most tokens it may have. `pages`: page tables of target and draft.
+        """
+        ending = fitting_ending_ids(request)
+        if ending is None:
+            raise ValueError(f"a session of the forest takes {STOP_IDS} end tokens; got {len(request.ending_ids)}")
+        noisy = not (request.greedy or request.by_ratio)
+        temperature = np.float32(max(request.params.temperature, COLDEST)).view(np.int32)
+        low, high = np.array([request.seed & MASK, request.seed >> 32 & MASK], dtype=np.uint32).view(np.int32).tolist()
+        self.sessions[row] = 0
+        self.set(
+            row, state=DECODING, length=len(tokens), limit=limit, seed_low=low, seed_high=high, sample=request.sample,
+            temperature=ONE if request.greedy else int(temperature), noisy=int(noisy), stops=len(ending),
+        )  # fmt: skip
+        self.stops[row, : len(ending)] = torch.tensor(ending, dtype=torch.int32)
+        self.history[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        self.places[:, row] = 0
+        for table, held in enumerate(pages):
+            self.pages[row, table, : len(held)] = torch.tensor(held, dtype=torch.int32)
+
+    def plant(self, row: int, tree: Tree, kv_slots: Sequence[int]) -> None:
+        """Write a session's tree; `kv_slots`: the draft's, behind the committed tokens, -1 for what is not computed."""
+        self.set(row, nodes=len(tree), root_scored=int(tree.root_scored), tail=max(kv_slots, default=-1) + 1)
+        self.trees[row, : len(tree)] = torch.from_numpy(node_table(tree.nodes, kv_slots))
+
+    def tree(self, row: int, scalars: Mapping[str, int] | None = None) -> tuple[Tree, list[int]]:
+        """Return a session's tree and the draft's KV slots; only if the tables are in host memory.
+
+        `scalars`: the session's at the time of the tree, if they have changed since.
+        """
+        scalars = scalars or self.scalars(row)
+        return read_tree(self.trees[row, : scalars["nodes"]].numpy(), bool(scalars["root_scored"]))
+
+    def text(self, row: int) -> list[int]:
+        """Return a session's committed tokens."""
+        tokens: list[int] = self.history[row, : self.scalars(row)["length"]].tolist()
+        return tokens
+
+
+def new_forest(sessions: int, context: int, nodes: int, pages: int, device: torch.device | str = "cpu") -> Forest:
+    """Return the tables of a batch of at most `sessions` sessions, all rows free.
+
+    `nodes`: of a tree, at most. `pages`: of the longest page table. Both numbers and `sessions` are powers of two.
+    """
+    if any(number & (number - 1) for number in (sessions, nodes)):
+        raise ValueError(f"a forest has powers of two of sessions and of nodes; got {sessions} and {nodes}")
+
+    def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return Forest(
+        table(sessions, len(SESSION_FIELDS)),
+        table(sessions, STOP_IDS),
+        table(sessions, 2, pages),
+        table(sessions, context),
+        table(sessions, nodes, len(NODE_FIELDS), dtype=torch.float64),
+        table(sessions, 2, 2, PATH_MOVES),
+        table(2, sessions, len(PLACE_FIELDS)),
+        table(sessions, REPORT_SIZE),
+    )
+
+
+class Weights(NamedTuple):
+    """What trees of all sessions are weighed by, and the same as an array for the device."""
+
+    chances: Chances
+    table: Tensor  # float64, see CHANCE_AT
+
+
+def weights_of(chances: Chances, device: torch.device | str = "cpu") -> Weights:
+    """Return chances with their array."""
+    parts = (*EDGES, *chances.first, *chances.other, *chances.looked, *map(exp, chances.shifts))
+    return Weights(chances, torch.tensor(parts, dtype=torch.float64, device=device))
+
+
+def node_table(nodes: Sequence[Node], kv_slots: Sequence[int]) -> np.ndarray:
+    """Return nodes as numbers [nodes, NODE_FIELDS]."""
+    count, fields = len(nodes), len(Node._fields)
+    known = [0.0] * (count + 1)  # the root's is the last
+    for node in nodes:
+        known[node.parent] += node.chance
+    table = np.zeros((count, len(NODE_FIELDS)))
+    table[:, :fields] = np.fromiter(chain.from_iterable(nodes), np.float64, count * fields).reshape(count, fields)
+    table[:, fields], table[:, fields + 1] = kv_slots, known[:count]
+    return table
+
+
+def read_tree(table: np.ndarray, root_scored: bool) -> tuple[Tree, list[int]]:
+    """Return the tree of a table of nodes, and the KV slots of its nodes."""
+    nodes = [
+        Node(
+            int(token), int(parent), chance, reach, int(depth), int(rank), said, int(look), bool(scored), bool(sent)
+        )
+        for token, parent, chance, reach, depth, rank, said, look, scored, sent, *_ in table.tolist()
+    ]  # fmt: skip
+    assert all(ROOT <= node.parent < n for n, node in enumerate(nodes))
+    return Tree(tuple(nodes), root_scored), table[:, len(Node._fields)].astype(np.int64).tolist()

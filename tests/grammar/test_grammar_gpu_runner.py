@@ -1,0 +1,204 @@
+"""A GPU's runner under a grammar, here on the CPU: the host's path judges, and no fast path takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.experience import Experience
+from specbranch.core.grammar import Constraint
+from specbranch.core.loop import Loop, RoundLimits
+from specbranch.core.methods import METHODS
+from specbranch.core.orders import Context
+from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Done, Feed, Growing, Hear, Lanes, PlainStep, VerifyWork
+from specbranch.core.session import Session
+from specbranch.core.trees import Tree
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.serial import Serial
+from specbranch.exec.streams import Streams
+from specbranch.exec.verifier import Verifier
+from specbranch.models.gpu import asking
+from specbranch.models.gpu.plain_decode import Texts
+from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.gpu.step import GpuStep
+from specbranch.models.loading import load_native
+from specbranch.models.runners.native import NativeRunner
+from tiers import each_value
+from tiny_models import SHAPE, saved, some_tokens, tiny
+from toy_grammar import ToyGrammar, ToyParser
+from toybench import PROFILE, Timeless, run_out
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCABULARY, CONTEXT, END = int(SHAPE["vocab_size"]), 300, 1
+
+
+class Slow(GpuRunner):
+    """Notes what its fast paths did for sequences with an even number, which have a grammar."""
+
+    fast: list[str]
+    joined: list[int]
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.fast, self.joined = [], []
+        self.beside = 0  # verify orders in a step of plain decoding
+
+    def saw(self, what: str, seqs: Collection[int]) -> None:
+        self.fast += [what for seq in seqs if seq % 2 == 0]
+
+    def grow(self, growing: Growing, done: Done) -> Tree | None:
+        grown = super().grow(growing, done)
+        self.saw("grow", [growing.seq] if grown is not None else [])
+        return grown
+
+    def run_ahead(self, lanes: Lanes, hear: Hear) -> int:
+        steps = super().run_ahead(lanes, hear)
+        self.saw("run ahead", [lanes.feed.seq] if steps else [])
+        return steps
+
+    def read_ahead(self, feed: Feed) -> bool:
+        found = super().read_ahead(feed)
+        self.saw("read ahead", [feed.seq] if found else [])
+        return found
+
+    def decode(self, texts: Texts, going_on: Collection[int], verify: VerifyWork | None = None) -> PlainStep | None:
+        self.saw("decode", texts)
+        self.beside += len(verify.trials) if verify is not None else 0
+        return super().decode(texts, going_on, verify)
+
+    def join(self, seq: int, token: int) -> None:
+        self.saw("join", [seq])
+        self.joined.append(seq)
+        super().join(seq, token)
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    folder: Path = tmp_path_factory.mktemp("pair")
+    model = tiny("llama")
+    saved(model, folder / "target")
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.12)
+    saved(model, folder / "draft")
+    found = [
+        load_native(folder / name, context_length=CONTEXT, dtype="float64").decoder for name in ("target", "draft")
+    ]
+    return found[0], found[1]
+
+
+def session_of(number: int, params: SamplingParams) -> Session:
+    """A session; those with an even number follow a grammar."""
+    prompt = some_tokens(5 + 20 * (number % 3), seed=number)
+    request = Request(params, number, len(prompt), eos_ids=(END,))
+    if number % 2 == 0:
+        parser = partial(ToyParser, ToyGrammar(number, VOCABULARY, force=0.3, end=0.1))
+        request = Request(
+            params, number, len(prompt), eos_ids=(END,), constraint=Constraint(parser, request.ending_ids)
+        )
+    return Session(number, prompt, request, 250)
+
+
+def run(works: Serial, method: str, sessions: list[Session], budget: int | None = None) -> list[Session]:
+    limits = (
+        None if budget is None else RoundLimits(prefill_chunk=works.target.runner.prefill_chunk, prompt_tokens=budget)
+    )
+    loop = Loop(works) if limits is None else Loop(works, limits=limits)
+    for session in sessions:
+        experience = Timeless(PROFILE) if works.draft else Experience(has_draft=False)
+        config = SpeculativeConfig(method=method, num_speculative_tokens=4, ngram_min=1)
+        loop.join(session, METHODS[method].start(session, config, experience))
+    run_out(loop)
+    for session in sessions:
+        if session.error:
+            raise session.error
+        session.stats.check()
+    return sessions
+
+
+def reference(decoders: tuple[Any, Any], number: int, params: SamplingParams) -> Session:
+    works = Serial(Verifier(NativeRunner(decoders[0], CONTEXT)))
+    return run(works, "autoregressive", [session_of(number, params)])[0]
+
+
+@each_value
+@pytest.mark.parametrize("kind", [Serial, Streams])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_answer_of_plain_decoding(
+    method: str, temperature: float, kind: type[Serial], decoders: tuple[Any, Any]
+) -> None:
+    target, draft = Slow(decoders[0], CONTEXT), Slow(decoders[1], CONTEXT)
+    works = kind(Verifier(target), Drafter(draft))
+    for number in (2, 4):
+        params = SamplingParams(temperature=temperature, max_tokens=24, logprobs=1 if number == 4 else None)
+        found, expected = run(works, method, [session_of(number, params)])[0], reference(decoders, number, params)
+        assert (found.tokens, found.finished) == (expected.tokens, expected.finished)
+        for mine, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-6)
+    assert target.fast == draft.fast == []
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "specbranch", "lookup"])
+def test_a_batch_with_and_without_grammars_gives_what_each_gives_alone(
+    method: str, decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verify orders with masks go beside the plain steps of others, which are sampled in the graph."""
+    monkeypatch.setattr(GpuStep, "takes_chunks", True)
+    params = SamplingParams(temperature=0.8, max_tokens=20)
+    target = Slow(decoders[0], CONTEXT)
+    works = Streams(Verifier(target))
+    sessions = run(works, method, [session_of(number, params) for number in (1, 2, 3, 4, 5, 7, 9, 11)], budget=64)
+    for session in sessions:
+        expected = reference(decoders, session.number, params)
+        assert (session.tokens, session.finished) == (expected.tokens, expected.finished), session.number
+    assert target.fast == []
+    assert target.beside > 5 or method == "lookup", "verify orders with masks go beside the plain steps of others"
+
+
+def test_a_prompt_with_a_grammar_does_not_join_the_step_that_others_launch_ahead(
+    decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GpuStep, "takes_chunks", True)
+    params = SamplingParams(temperature=0.8, max_tokens=40)
+    target = Slow(decoders[0], CONTEXT)
+    limits = RoundLimits(prefill_chunk=target.prefill_chunk, prompt_tokens=48)
+    loop, late = Loop(Streams(Verifier(target)), limits=limits), [session_of(number, params) for number in (7, 8)]
+    config = SpeculativeConfig(method="autoregressive")
+
+    def join(session: Session) -> None:
+        loop.join(session, METHODS["autoregressive"].start(session, config, Experience(has_draft=False)))
+
+    join(session_of(1, params))
+    for session in late:
+        for _ in range(5):
+            loop.step()
+        join(session)
+    run_out(loop)
+    assert target.joined == [7], "the prompt without a grammar joins"
+    for session in late:
+        expected = reference(decoders, session.number, params)
+        assert (session.tokens, session.finished) == (expected.tokens, expected.finished), session.number
+
+
+def test_every_gate_refuses_a_request_with_a_grammar(decoders: tuple[Any, Any]) -> None:
+    """Also where only its parameters say so, as in a child process, which has no parser."""
+    runner = GpuRunner(decoders[0], CONTEXT)
+    worker = Verifier(runner)
+    for number, params in enumerate((SamplingParams(), SamplingParams(regex="a+"), SamplingParams(choice=["a"]))):
+        request = Request(params, 1, 3)
+        worker.open(number, request)
+        runner.extend(number, (1, 2))
+        free = not params.is_constrained
+        assert runner.decodes(number, 3) is worker.decodes(number, 3) is free
+        assert asking.is_chosen_in_graph(Spot(request, 3, list)) is free
+        receiver = worker.receiver(number, Context(2, (3,)), lambda: None)  # type: ignore[arg-type,return-value]
+        assert (receiver is not None) is free
