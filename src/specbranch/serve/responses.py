@@ -193,10 +193,10 @@ class ResponseEvents(AnswerEvents):
         self._options = StreamOptions()  # usage is in the last event, whatever is asked for
         self._number, self._texts = 0, list[str]()
         self._item = f"msg_{answering.id}"
-        begun = self._response("in_progress", [])
+        started = self._response("in_progress", [])
         self._waiting += [
-            self._typed("response.created", response=begun),
-            self._typed("response.in_progress", response=begun),
+            self._typed("response.created", response=started),
+            self._typed("response.in_progress", response=started),
             self._typed("response.output_item.added", output_index=0, item=message(self._item, None, "in_progress")),
             self._of_part("response.content_part.added", part=output_text("")),
         ]

@@ -380,7 +380,7 @@ def test_forecasts_along_a_record_are_those_of_the_live_target_and_are_kept(
         with RecordedPair(target=pair[0], draft=pair[1], folder=tmp_path / "lab", predictor=str(predictor)) as recorded:
             agreement = check_replay(recorded, job(settings), C5)
             assert (agreement.same_text, agreement.same_counts) == (agreement.runs, agreement.counted) == (8, 8)
-            record = recorded.records(CODE.prompts[0], Workload(max_tokens=24))[0]
+            record = recorded.records(CODE.prompts[0], Workload(max_tokens=12))[0]
             decoder = recorded.replays.decoder(record)
             one, other = (decoder.decode(setting.config, C5.profile) for setting in settings)
             assert (one.drafted, one.dropped) != (other.drafted, other.dropped), "signals made no difference"
