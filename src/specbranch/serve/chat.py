@@ -39,13 +39,12 @@ async def chat(asked: ChatRequest, request: Request) -> Response:
 
 def _work(serving: Serving, asked: ChatRequest) -> tuple[Prepared, ChatForm]:
     """Turn a conversation into what the engine takes."""
-    use = ToolUse.of(serving.formats, asked)
+    use = ToolUse.of(serving.formats, asked, serving.engine.tokenizer)
     prompt = chat_prompt(serving, asked.messages, asked.chat_template_kwargs, tools=use.described)
     check_length(serving, prompt.ids, "messages")
     given = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     top = (asked.top_logprobs or 0) if asked.logprobs or asked.top_logprobs is not None else None
-    shown = serving.engine.tokenizer.special_ids(use.markers())
-    work = prepared(serving, asked, [prompt.ids], given, top, shown=shown)
+    work = prepared(serving, asked, [prompt.ids], given, top, use=use, prompt=prompt.text)
     return work, ChatForm(serving.spelling, use, prompt.text)
 
 

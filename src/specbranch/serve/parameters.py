@@ -142,8 +142,15 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in neutral)  # True is not 1
 
 
-def sampling(asked: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """Return the sampling parameters for the engine."""
+def sampling(
+    asked: GenerationRequest,
+    max_tokens: int,
+    logprobs: int | None,
+    constraint: Mapping[str, Any],
+    reasoning: tuple[str, ...] = (),
+) -> SamplingParams:
+    """Return the sampling parameters for the engine. `constraint`: what the answer has to follow, behind `reasoning` in
+    these markers."""
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
     return SamplingParams(
         temperature=asked.temperature,
@@ -162,7 +169,8 @@ def sampling(asked: GenerationRequest, max_tokens: int, logprobs: int | None) ->
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         ignore_eos=asked.ignore_eos,
         logprobs=logprobs,
-        **constraint_of(asked),
+        reasoning=reasoning if constraint else (),
+        **constraint,
     )
 
 

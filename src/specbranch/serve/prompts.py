@@ -5,19 +5,22 @@ Owns the checks of a prompt before the engine sees it. Invariant: content that i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter
+from specbranch.grammar.compiler import COMPILE_SECONDS
 from specbranch.serve.answering import Prepared
 from specbranch.serve.errors import ApiError, too_long
-from specbranch.serve.parameters import decoding_options, sampling
+from specbranch.serve.parameters import constraint_of, decoding_options, sampling
 from specbranch.serve.protocol import ChatMessage, ContentPart, GenerationRequest, StreamOptions
 from specbranch.serve.serving import Serving
-from specbranch.serve.tools import AnswerFormats, tool_fields
+from specbranch.serve.tools import AnswerFormats, ToolUse, tool_fields
 
 if TYPE_CHECKING:
     from specbranch.text.tokenizer import Tokenizer
@@ -47,13 +50,17 @@ def prepared(
     max_tokens: int | None,
     logprobs: int | None,
     scored: int | None = None,
-    shown: frozenset[int] = frozenset(),
+    use: ToolUse | None = None,
+    prompt: str = "",
 ) -> Prepared:
-    """Check a request and return it as the engine takes it. `max_tokens` 0 generates nothing. `shown`: special tokens
-    that are part of the text."""
+    """Check a request and return it as the engine takes it. `max_tokens` 0 generates nothing. `use`: the tools of a
+    conversation, `prompt`: its text."""
     _check_bias(serving, asked)
-    params = sampling(asked, max(_longest(serving, max_tokens), 1), logprobs)
-    serving.engine.compile_grammar(params)  # here, where the event loop does not wait
+    constraint = (use.constraint if use else {}) or constraint_of(asked)
+    reasoning = use.reasoning(prompt) if use else ()
+    params = sampling(asked, max(_longest(serving, max_tokens), 1), logprobs, constraint, reasoning)
+    _compile(serving, params, use)
+    shown = serving.engine.tokenizer.special_ids(use.markers()) if use else frozenset[int]()
     return Prepared(
         prompts,
         params,
@@ -62,6 +69,30 @@ def prepared(
         scored,
         generates=max_tokens != 0,
     )
+
+
+def _compile(serving: Serving, params: SamplingParams, use: ToolUse | None) -> None:
+    """Compile the grammar of a request here, where the event loop does not wait."""
+    try:
+        serving.engine.compile_grammar(params)
+    except BadParameter as error:
+        if use is None or not use.constraint:
+            raise
+        raise ApiError(400, unfollowed(serving, use, str(error)), param="tools") from None
+
+
+def unfollowed(serving: Serving, use: ToolUse, reason: str) -> str:
+    """Return why a grammar of tools cannot be followed, by the first function that is at fault."""
+    until = time.monotonic() + COMPILE_SECONDS
+    for tool in use.tools:
+        name, schema = tool.function.name, tool.function.parameters
+        if time.monotonic() > until:
+            break
+        try:
+            serving.engine.compile_grammar(SamplingParams(json_schema=schema or {}))
+        except BadParameter as error:
+            return f"The parameters of the function {name!r}: {error}"
+    return f"The tools of this request: {reason}"
 
 
 def predicted_ids(serving: Serving, asked: GenerationRequest) -> list[int] | None:

@@ -12,11 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specbranch.errors import BadParameter
+from specbranch.serve.call_grammar import GRAMMARS, CallGrammar, Function, json_rule
 from specbranch.serve.errors import ApiError
+from specbranch.serve.parameters import constraint_of
 from specbranch.serve.protocol import ChatMessage, ChatRequest, EarlierCall, NamedTool, Tool
 from specbranch.serve.settings import ServerSettings
 from specbranch.text.tools.answer_parser import AnswerParser, CallParser
-from specbranch.text.tools.formats import FORMAT_ALIASES, FORMATS, NO_REASONING, REASONING, format_of, thinking_of
+from specbranch.text.tools.formats import (
+    EXACT,
+    FORMAT_ALIASES,
+    FORMATS,
+    NO_REASONING,
+    REASONING,
+    format_of,
+    thinking_of,
+)
 from specbranch.text.tools.reading import ToolFormat
 from specbranch.text.tools.reasoning import ReasoningParser, ThinkMarkers
 
@@ -58,14 +69,15 @@ class ToolUse:
     constraint: Mapping[str, Any]  # what the answer has to follow, by its name in `SamplingParams`
 
     @classmethod
-    def of(cls, formats: AnswerFormats, asked: ChatRequest) -> ToolUse:
+    def of(cls, formats: AnswerFormats, asked: ChatRequest, tokenizer: Tokenizer) -> ToolUse:
         """Check the tools of a request. With the choice "none" the model is told of none."""
         tools, choice = asked.tools or [], asked.tool_choice
         check_choice(asked)
         if tools:
             check_formats(formats, "tools")
         used = () if choice == "none" else tuple(tools)
-        return cls(formats, used, asked.parallel_tool_calls, constraint_of_tools(formats, asked))
+        constraint = constraint_of_tools(formats, asked, tokenizer) if used else {}
+        return cls(formats, used, asked.parallel_tool_calls, constraint)
 
     @property
     def described(self) -> list[dict[str, Any]] | None:
@@ -81,9 +93,18 @@ class ToolUse:
         """Return True if an answer is more than text."""
         return bool(self.tools) or self.formats.thinking is not None
 
+    def reasoning(self, prompt: str) -> tuple[str, ...]:
+        """Return the markers of reasoning behind which a grammar begins; none if the prompt has closed it."""
+        thinking = self.formats.thinking
+        if thinking is None or prompt.rstrip().endswith(thinking.closing):
+            return ()
+        return "" if thinking.are_open(prompt) else thinking.opening, thinking.closing
+
     def parser(self, prompt: str) -> AnswerParser:
         """Return a parser for one answer to a prompt."""
         thinking, calls = self.formats.thinking, self.formats.calls if self.tools else None
+        if calls is not None and self.constraint:
+            calls = EXACT.get(calls.name, calls)
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
         return AnswerParser(
             ReasoningParser(thinking, thinking.are_open(prompt)) if thinking else None,
@@ -91,23 +112,41 @@ class ToolUse:
         )
 
 
-def constraint_of_tools(formats: AnswerFormats, asked: ChatRequest) -> dict[str, Any]:
+def constraint_of_tools(formats: AnswerFormats, asked: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return what the answer has to follow for its tools, by its name in `SamplingParams`; nothing if it is free.
 
-    Here a grammar is plugged in: of all functions (`required`), of one (a named function), or of the arguments of
-    strict functions in free text (`auto`), each in the markers of `formats.calls`. `ToolUse.constraint` holds it for
-    the sampling parameters. Until then such requests are refused.
+    With `required` the answer is calls of any functions, with a named function one call of it. Otherwise calls of
+    strict functions in text follow their schemas. With a `response_format` the answer is calls, or what that describes.
     """
-    choice = asked.tool_choice
-    if choice == "required" or isinstance(choice, NamedTool):
-        what = "'required'" if choice == "required" else "a function"
-        said = f"tool_choice is {what}, but this server has no grammar that makes the model call one. Use 'auto'."
-        raise ApiError(400, said, code="unsupported_parameter", param="tool_choice")
-    strict = [tool.function.name for tool in asked.tools or () if tool.function.strict]
-    if strict and choice != "none":
-        said = f"The function {strict[0]!r} is strict, but this server has no grammar for the arguments of a call."
-        raise ApiError(400, f"{said} Leave out strict.", code="unsupported_parameter", param="tools")
+    choice, several = asked.tool_choice, asked.parallel_tool_calls
+    if isinstance(choice, NamedTool):
+        named = [tool for tool in asked.tools or () if tool.function.name == choice.function.name]
+        return {"grammar": _grammar(formats, named, tokenizer).forced(several=False)}
+    if choice == "required":
+        return {"grammar": _grammar(formats, asked.tools or (), tokenizer).forced(several)}
+    other = constraint_of(asked)
+    if other:
+        return {"grammar": _grammar(formats, asked.tools or (), tokenizer).or_answer(several, _answer_rule(other))}
+    if any(tool.function.strict for tool in asked.tools or ()):
+        return {"grammar": _grammar(formats, asked.tools or (), tokenizer).in_text(several)}
     return {}
+
+
+def _grammar(formats: AnswerFormats, tools: Sequence[Tool], tokenizer: Tokenizer) -> CallGrammar:
+    assert formats.calls is not None, "checked before"
+    given = (tool.function for tool in tools)
+    functions = [Function(one.name, one.parameters, one.strict) for one in given]
+    return GRAMMARS[formats.calls.name](functions, tokenizer.added_id)
+
+
+def _answer_rule(constraint: Mapping[str, Any]) -> str:
+    """Return what an answer without calls has to follow, as a rule of Lark."""
+    if "json_schema" not in constraint:
+        (name,) = constraint
+        said = f"tools and {name} are both given: an answer is a call, or follows a JSON schema, but nothing else."
+        raise BadParameter(f"{said} Use response_format, or leave one of them out.")
+    schema = constraint["json_schema"]
+    return json_rule(json.loads(schema) if isinstance(schema, str) else schema)
 
 
 def check_choice(asked: ChatRequest) -> None:

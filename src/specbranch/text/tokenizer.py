@@ -134,6 +134,11 @@ class Tokenizer:
         """The chat template for requests with tools."""
         return self._tool_template
 
+    def added_id(self, text: str) -> int | None:
+        """Return the added token that a text is, special or not; None if it is none."""
+        found = self._backend.token_to_id(text)
+        return found if found in self._added_ids else None
+
     def special_ids(self, texts: Sequence[str]) -> frozenset[int]:
         """Return the special tokens among some texts: those that decoding skips."""
         found = (self._backend.token_to_id(text) for text in texts)
@@ -202,6 +207,10 @@ class Tokenizer:
     def least_tokens(self, text: str) -> int:
         """Return the least number of tokens of a text by its characters alone; 0 if they prove nothing."""
         return 0 if self._bound is None else self._bound.least(text)
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

@@ -169,10 +169,11 @@ class Qwen3CoderReader:
 def _kinds(schema: Mapping[str, Any] | None, key: str) -> frozenset[str]:
     """Return the JSON types that a parameter may have; none if the schema does not say."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return _types(properties.get(key)) if isinstance(properties, Mapping) else frozenset()
+    return kinds_of(properties.get(key)) if isinstance(properties, Mapping) else frozenset()
 
 
-def _types(described: Any, depth: int = 4) -> frozenset[str]:
+def kinds_of(described: Any, depth: int = 4) -> frozenset[str]:
+    """Return the JSON types that a schema names; "any" for a reference, none if it does not say."""
     if not isinstance(described, Mapping) or not depth:
         return frozenset()
     given = described.get("type")
@@ -181,7 +182,7 @@ def _types(described: Any, depth: int = 4) -> frozenset[str]:
     for name in ("anyOf", "oneOf", "allOf"):
         several = described.get(name)
         for one in several if isinstance(several, list) else ():
-            found |= _types(one, depth - 1)
+            found |= kinds_of(one, depth - 1)
     return frozenset(found) or frozenset({"any"} if "$ref" in described else ())
 
 
