@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +26,6 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "gbnf": {"grammar": 'root ::= "yes" | "no" [0-9]+ "."'},
     "lark": {"grammar": 'start: "<" WORD ">" WORD "</" WORD ">"\nWORD: /[a-z]{1,4}/'},
 }
-
-
-@pytest.fixture(scope="module")
-def llm(pair: tuple[str, str]) -> Iterator[LLM]:
-    options = {"context_length": 256, "keep_experience": False}
-    with LLM(*pair, "specbranch", dtype="float64", device="cpu", options=options) as loaded:
-        yield loaded
 
 
 def same(one: Output, other: Output) -> bool:
