@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from specbranch.engine_core import EngineCore
 from specbranch.serve.tools import AnswerFormats
 from specbranch.text.tools.formats import FORMATS
-from specbranch.text.tools.reasoning import THINK
+from specbranch.text.tools.reasoning import THINK, ThinkMarkers
 from tiny_pair import make_pair
 
 MARKERS = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]  # special tokens, as in their models
@@ -44,26 +44,38 @@ class Script:
     @contextmanager
     def format(self, name: str) -> Iterator[None]:
         """Have the server read another format of calls."""
-        serving: Any = self.served.server.config.app.state.serving  # type: ignore[union-attr]
-        before = serving.formats
-        object.__setattr__(serving, "formats", AnswerFormats(True, FORMATS[name], THINK))
-        try:
+        with reading(self.served, name, THINK):
             yield
-        finally:
-            object.__setattr__(serving, "formats", before)
 
 
 @contextmanager
-def scripted(folder: Path, **given: Any) -> Iterator[Script]:
-    """A server over a tiny pair, whose answers are a script's."""
-    pair = make_pair(folder, vocabulary=421 + len(MARKERS))
+def reading(served: Running, name: str, thinking: ThinkMarkers | None = None) -> Iterator[None]:
+    """A server reads another format of calls, and of reasoning."""
+    serving: Any = served.server.config.app.state.serving  # type: ignore[union-attr]
+    before = serving.formats
+    object.__setattr__(serving, "formats", AnswerFormats(True, FORMATS[name], thinking))
+    try:
+        yield
+    finally:
+        object.__setattr__(serving, "formats", before)
+
+
+def tool_pair(folder: Path, positions: int = 512) -> tuple[str, str]:
+    """A tiny pair whose template takes tools."""
+    pair = make_pair(folder, vocabulary=421 + len(MARKERS), positions=positions)
     for one in map(Path, pair):
         tokenizer = Tokenizer.from_file(str(one / "tokenizer.json"))
         tokenizer.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in MARKERS])
         tokenizer.save(str(one / "tokenizer.json"))
         (one / "chat_template.jinja").write_text(TEMPLATE)
+    return pair
+
+
+@contextmanager
+def scripted(folder: Path, **given: Any) -> Iterator[Script]:
+    """A server over a tiny pair, whose answers are a script's."""
     patch = pytest.MonkeyPatch()
-    with running(load_tiny(pair), model_name="scripted", **given) as served:
+    with running(load_tiny(tool_pair(folder)), model_name="scripted", **given) as served:
         script, make = Script(served), EngineCore.make_answer
 
         def made(core: EngineCore, prompt: list[int], params: Any, *rest: Any, **options: Any) -> Any:

@@ -196,12 +196,8 @@ def test_several_samples_have_calls_of_their_own(script: Script, client: openai.
     assert choices[0].message.tool_calls[0].id != choices[1].message.tool_calls[0].id
 
 
-STRICT = {**TIME, "function": {**TIME["function"], "strict": True}}
 NAMED = {"type": "function", "function": {"name": "time"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tool_choice": "required"}, "tool_choice is 'required', but this server has no grammar"),
-    ({"tool_choice": NAMED}, "tool_choice is a function, but this server has no grammar"),
-    ({"tools": [STRICT]}, "The function 'time' is strict, but this server has no grammar"),
     ({"tool_choice": {**NAMED, "function": {"name": "x"}}}, "tool_choice is 'x', which is none of the tools: weather"),
     ({"tool_choice": "required", "tools": []}, "there are no tools"),
     ({"tool_choice": "some"}, "expected none, auto, required"),
