@@ -20,11 +20,12 @@ from specbranch.serve.answering import Prepared, PromptScores, respond
 from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.chat_parts import ParsedAnswer
 from specbranch.serve.events import STREAMED
+from specbranch.serve.parameters import constraint_of
 from specbranch.serve.prompts import chat_prompt, check_length, deadline, prepared
 from specbranch.serve.protocol import AssistantMessage, ChatChoice, ChatLogprobs, ChatRequest, ChatResponse, Reason
 from specbranch.serve.serving import Serving, serving_of
 from specbranch.serve.spelling import Spelling
-from specbranch.serve.tools import ToolUse
+from specbranch.serve.tools import ToolUse, ToolWish
 
 router = APIRouter(route_class=CheckedRoute)
 
@@ -39,7 +40,8 @@ async def chat(asked: ChatRequest, request: Request) -> Response:
 
 def _work(serving: Serving, asked: ChatRequest) -> tuple[Prepared, ChatForm]:
     """Turn a conversation into what the engine takes."""
-    use = ToolUse.of(serving.formats, asked, serving.engine.tokenizer)
+    wish = ToolWish(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls, constraint_of(asked))
+    use = ToolUse.of(serving.formats, wish, serving.engine.tokenizer)
     prompt = chat_prompt(serving, asked.messages, asked.chat_template_kwargs, tools=use.described)
     check_length(serving, prompt.ids, "messages")
     given = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
@@ -113,9 +115,7 @@ class ChatForm:
 
     def _answer(self, index: int) -> ParsedAnswer:
         if index not in self._parsed:
-            calls = self._use.formats.calls
-            short_ids = calls is not None and calls.short_ids
-            self._parsed[index] = ParsedAnswer(self._use.parser(self._prompt), self._use.parallel, short_ids)
+            self._parsed[index] = ParsedAnswer.of(self._use, self._prompt)
         return self._parsed[index]
 
     def _reason(self, index: int, reason: Reason) -> Reason:

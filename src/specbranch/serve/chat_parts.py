@@ -11,6 +11,7 @@ import string
 from collections.abc import Iterable
 
 from specbranch.serve.protocol import AssistantMessage, CallText, ToolCall
+from specbranch.serve.tools import ToolUse
 from specbranch.text.tools.answer_parser import AnswerParser
 from specbranch.text.tools.events import CallArguments, CallBegun, Event, Said, Thought, joined
 
@@ -24,6 +25,12 @@ class ParsedAnswer:
         """`parallel`: calls behind the first are sent, too. `short_ids`: the ids of calls have nine characters."""
         self._parser, self._parallel, self._short_ids = parser, parallel, short_ids
         self.has_called = False
+
+    @classmethod
+    def of(cls, use: ToolUse, prompt: str) -> ParsedAnswer:
+        """Return the parts of an answer to a prompt, with the tools of its request."""
+        calls = use.formats.calls
+        return cls(use.parser(prompt), use.parallel, calls is not None and calls.short_ids)
 
     def feed(self, text: str) -> list[AssistantMessage]:
         """Read more text; return the deltas that it brought."""

@@ -56,7 +56,7 @@ def prepared(
     """Check a request and return it as the engine takes it. `max_tokens` 0 generates nothing. `use`: the tools of a
     conversation, `prompt`: its text."""
     _check_bias(serving, asked)
-    constraint = (use.constraint if use else {}) or constraint_of(asked)
+    constraint = use.constraint if use else constraint_of(asked)
     reasoning = use.reasoning(prompt) if use else ()
     params = sampling(asked, max(_longest(serving, max_tokens), 1), logprobs, constraint, reasoning)
     _compile(serving, params, use)
@@ -76,7 +76,7 @@ def _compile(serving: Serving, params: SamplingParams, use: ToolUse | None) -> N
     try:
         serving.engine.compile_grammar(params)
     except BadParameter as error:
-        if use is None or not use.constraint:
+        if use is None or not use.forces_calls:
             raise
         raise ApiError(400, unfollowed(serving, use, str(error)), param="tools") from None
 

@@ -225,7 +225,8 @@ class CompletionRequest(GenerationRequest):
 
 
 class ResponseItem(Body):
-    """One item of the input of /v1/responses; only messages are read. The rest is known, to be refused by its type."""
+    """One item of the input of /v1/responses: a message, a function call, its output, or reasoning. Other types are
+    known, to be refused by name."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -233,13 +234,32 @@ class ResponseItem(Body):
     id: Any = None
     status: Any = None
     phase: Any = None
-    name: Any = None
+    name: str | None = None
     namespace: Any = None
-    arguments: Any = None
-    call_id: Any = None
-    output: Any = None
-    summary: Any = None
+    arguments: str | None = Field(None, description="Of a function call: JSON, as a text.")
+    call_id: str | None = None
+    output: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    summary: Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     encrypted_content: Any = None
+
+
+class ResponseTool(FunctionTool):
+    """A function that the model may call, as /v1/responses has it."""
+
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(Body):
+    """The function that the model has to call, as /v1/responses has it."""
+
+    type: Literal["function"] = "function"
+    name: str
+
+
+class TextOptions(Body):
+    """What the text of a response follows."""
+
+    format: dict[str, Any] | None = Field(None, description="Of type text, json_object or json_schema.")
 
 
 class ResponsesRequest(GenerationRequest):
@@ -249,6 +269,10 @@ class ResponsesRequest(GenerationRequest):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool = True
+    text: TextOptions | None = None
     n: Literal[1] = 1
     store: bool = False
 
@@ -413,6 +437,37 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
+class ReasoningText(BaseModel):
+    """The text of reasoning."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class ReasoningItem(BaseModel):
+    """Reasoning of the model, as an item of /v1/responses."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(BaseModel):
+    """A call of the model, as an item of /v1/responses."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+
+
 class InputTokensDetails(BaseModel):
     """What of the input was not read again; nothing is written to a cache for a price."""
 
@@ -465,14 +520,14 @@ class ResponseObject(BaseModel):
     max_output_tokens: int | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     parallel_tool_calls: bool = True
     previous_response_id: None = None
     reasoning: dict[str, Any] = Field(default_factory=lambda: {"effort": None, "summary": None})
     store: Literal[False] = False
     temperature: float
     text: dict[str, Any] = Field(default_factory=lambda: {"format": {"type": "text"}})
-    tool_choice: str = "auto"
+    tool_choice: str | dict[str, Any] = "auto"
     tools: list[Any] = Field(default_factory=list)
     top_p: float
     truncation: Literal["disabled"] = "disabled"

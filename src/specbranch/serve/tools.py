@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specbranch.errors import BadParameter
 from specbranch.serve.call_grammar import GRAMMARS, CallGrammar, Function, json_rule
 from specbranch.serve.errors import ApiError
-from specbranch.serve.parameters import constraint_of
-from specbranch.serve.protocol import ChatMessage, ChatRequest, EarlierCall, NamedTool, Tool
+from specbranch.serve.protocol import ChatMessage, EarlierCall, NamedTool, Tool
 from specbranch.serve.settings import ServerSettings
 from specbranch.text.tools.answer_parser import AnswerParser, CallParser
 from specbranch.text.tools.formats import (
@@ -60,6 +59,21 @@ class AnswerFormats:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolWish:
+    """What a request says of tools, whatever endpoint it came to."""
+
+    tools: Sequence[Tool]
+    choice: Literal["none", "auto", "required"] | NamedTool | None
+    several: bool  # calls in one answer
+    answer: Mapping[str, Any]  # what an answer without calls has to follow, by its name in `SamplingParams`
+
+    @property
+    def names(self) -> list[str]:
+        """The functions."""
+        return [tool.function.name for tool in self.tools]
+
+
+@dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools of one request."""
 
@@ -67,17 +81,18 @@ class ToolUse:
     tools: tuple[Tool, ...]  # that the model may call
     parallel: bool  # several calls in one answer
     constraint: Mapping[str, Any]  # what the answer has to follow, by its name in `SamplingParams`
+    forces_calls: bool  # that is a grammar of calls
 
     @classmethod
-    def of(cls, formats: AnswerFormats, asked: ChatRequest, tokenizer: Tokenizer) -> ToolUse:
+    def of(cls, formats: AnswerFormats, wish: ToolWish, tokenizer: Tokenizer) -> ToolUse:
         """Check the tools of a request. With the choice "none" the model is told of none."""
-        tools, choice = asked.tools or [], asked.tool_choice
-        check_choice(asked)
-        if tools:
+        check_choice(wish)
+        if wish.tools:
             check_formats(formats, "tools")
-        used = () if choice == "none" else tuple(tools)
-        constraint = constraint_of_tools(formats, asked, tokenizer) if used else {}
-        return cls(formats, used, asked.parallel_tool_calls, constraint)
+        if not wish.tools or wish.choice == "none":
+            return cls(formats, (), wish.several, wish.answer, forces_calls=False)
+        calls = constraint_of_tools(formats, wish, tokenizer)
+        return cls(formats, tuple(wish.tools), wish.several, calls or wish.answer, bool(calls))
 
     @property
     def described(self) -> list[dict[str, Any]] | None:
@@ -103,7 +118,7 @@ class ToolUse:
     def parser(self, prompt: str) -> AnswerParser:
         """Return a parser for one answer to a prompt."""
         thinking, calls = self.formats.thinking, self.formats.calls if self.tools else None
-        if calls is not None and self.constraint:
+        if calls is not None and self.forces_calls:
             calls = EXACT.get(calls.name, calls)
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
         return AnswerParser(
@@ -112,23 +127,23 @@ class ToolUse:
         )
 
 
-def constraint_of_tools(formats: AnswerFormats, asked: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+def constraint_of_tools(formats: AnswerFormats, wish: ToolWish, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return what the answer has to follow for its tools, by its name in `SamplingParams`; nothing if it is free.
 
     With `required` the answer is calls of any functions, with a named function one call of it. Otherwise calls of
     strict functions in text follow their schemas. With a `response_format` the answer is calls, or what that describes.
     """
-    choice, several = asked.tool_choice, asked.parallel_tool_calls
+    choice = wish.choice
     if isinstance(choice, NamedTool):
-        named = [tool for tool in asked.tools or () if tool.function.name == choice.function.name]
+        named = [tool for tool in wish.tools if tool.function.name == choice.function.name]
         return {"grammar": _grammar(formats, named, tokenizer).forced(several=False)}
+    grammar = _grammar(formats, wish.tools, tokenizer)
     if choice == "required":
-        return {"grammar": _grammar(formats, asked.tools or (), tokenizer).forced(several)}
-    other = constraint_of(asked)
-    if other:
-        return {"grammar": _grammar(formats, asked.tools or (), tokenizer).or_answer(several, _answer_rule(other))}
-    if any(tool.function.strict for tool in asked.tools or ()):
-        return {"grammar": _grammar(formats, asked.tools or (), tokenizer).in_text(several)}
+        return {"grammar": grammar.forced(wish.several)}
+    if wish.answer:
+        return {"grammar": grammar.or_answer(wish.several, _answer_rule(wish.answer))}
+    if any(tool.function.strict for tool in wish.tools):
+        return {"grammar": grammar.in_text(wish.several)}
     return {}
 
 
@@ -149,12 +164,11 @@ def _answer_rule(constraint: Mapping[str, Any]) -> str:
     return json_rule(json.loads(schema) if isinstance(schema, str) else schema)
 
 
-def check_choice(asked: ChatRequest) -> None:
+def check_choice(wish: ToolWish) -> None:
     """Refuse a choice that the tools do not have, and tools of the same name."""
-    names = [tool.function.name for tool in asked.tools or ()]
+    names, choice = wish.names, wish.choice
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ApiError(400, f"tools has two functions {twice!r}. Give each a name of its own.", param="tools")
-    choice = asked.tool_choice
     if not names and choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice asks for a call, but there are no tools. Send tools.", param="tool_choice")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
