@@ -72,10 +72,10 @@ def tool_pair(folder: Path, positions: int = 512) -> tuple[str, str]:
 
 
 @contextmanager
-def scripted(folder: Path, **given: Any) -> Iterator[Script]:
+def scripted(folder: Path, context_length: int = 480, **given: Any) -> Iterator[Script]:
     """A server over a tiny pair, whose answers are a script's."""
-    patch = pytest.MonkeyPatch()
-    with running(load_tiny(tool_pair(folder)), model_name="scripted", **given) as served:
+    patch, pair = pytest.MonkeyPatch(), tool_pair(folder, positions=max(512, context_length))
+    with running(load_tiny(pair, context_length), model_name="scripted", **given) as served:
         script, make = Script(served), EngineCore.make_answer
 
         def made(core: EngineCore, prompt: list[int], params: Any, *rest: Any, **options: Any) -> Any:

@@ -625,5 +625,6 @@ BODY_PARTS: dict[str, type[Body]] = {  # by the parameter that holds them
     "tool_calls": EarlierCall,
     "function": FunctionTool,
     "prediction": PredictedContent,
+    "text": TextOptions,
 }
 PARAMETER_NAMES = frozenset(name for body in (*BODIES.values(), *BODY_PARTS.values()) for name in body.model_fields)
