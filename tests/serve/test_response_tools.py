@@ -44,6 +44,7 @@ def test_reasoning_text_and_calls_are_items(script: Script, client: openai.OpenA
     assert weather.call_id.startswith("call_") and weather.call_id != time.call_id
     assert len({item.id for item in found.output}) == 4 and {item.status for item in found.output} == {"completed"}
     assert found.status == "completed" and found.output_text == "I look."
+    assert 10 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
     assert found.tools[0].name == "weather" and found.tool_choice == "auto" and found.parallel_tool_calls
     chat = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
     assert f"[tools] {json.dumps([chat])[:-1]}" in script.prompts[-1]

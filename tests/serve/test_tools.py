@@ -99,6 +99,18 @@ def test_reasoning_is_apart_from_the_text(script: Script, client: openai.OpenAI)
     assert heard["reasoning"] == "Hm, Oslo." and heard["content"] == "Well." and reason == "tool_calls"
 
 
+def test_tokens_of_reasoning_are_counted(script: Script, client: openai.OpenAI) -> None:
+    thought, said = "<think>Hm, Oslo.</think>", "Well, it rains."
+    script.text = thought + said
+    usage = ask(client, n=2).usage
+    count = len(script.tokenizer.encode(thought, add_special=False))
+    assert usage.completion_tokens_details.reasoning_tokens == 2 * count
+    parts = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    assert parts[-1].usage.completion_tokens_details.reasoning_tokens == count
+    script.text = said
+    assert ask(client).usage.completion_tokens_details.reasoning_tokens == 0
+
+
 def test_reasoning_that_the_template_opened_is_apart_too(script: Script, client: openai.OpenAI) -> None:
     script.text = "Hm.\n</think>\n\nWell."
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}

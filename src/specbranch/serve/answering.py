@@ -45,6 +45,7 @@ class Prepared:
     stream: StreamOptions | None = None  # None: it is answered as a whole
     scored: int | None = None  # top tokens to report at each position of the prompts; None: no scores of prompts
     generates: bool = True  # False: only the prompts are scored
+    reasoning: Callable[[Output], int] | None = None  # counts an answer's tokens of reasoning; None: there is none
 
     @property
     def choices(self) -> int:
@@ -203,7 +204,8 @@ class Answering:
     def usage(self) -> Usage:
         """Return the token counts of the request."""
         asked = self.prepared
-        return usage(asked.prompts, self.outputs, asked.params.n, asked.options.prediction is not None)
+        predicted = asked.options.prediction is not None
+        return usage(asked.prompts, self.outputs, asked.params.n, predicted, asked.reasoning)
 
     def envelope(self, choices: list[BaseModel], kind: str, **fields: Any) -> BaseModel:
         """Return choices as one object, in the form's envelope."""

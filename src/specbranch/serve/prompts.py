@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -68,6 +69,7 @@ def prepared(
         (asked.stream_options or StreamOptions()) if asked.stream else None,
         scored,
         generates=max_tokens != 0,
+        reasoning=partial(use.reasoning_tokens, prompt) if use and use.formats.thinking else None,
     )
 
 

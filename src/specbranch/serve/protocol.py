@@ -303,10 +303,11 @@ class CachedTokens(BaseModel):
 
 
 class CompletionDetails(BaseModel):
-    """What became of a prediction's tokens."""
+    """What became of a prediction's tokens, and how many tokens are reasoning."""
 
-    accepted_prediction_tokens: int = Field(description="Verified tokens of the prediction that are in the answer.")
-    rejected_prediction_tokens: int = Field(description="Verified tokens of the prediction that are not.")
+    accepted_prediction_tokens: int | None = Field(None, description="Verified tokens of it that are in the answer.")
+    rejected_prediction_tokens: int | None = Field(None, description="Verified tokens of it that are not.")
+    reasoning_tokens: int | None = Field(None, description="Tokens of reasoning, its markers included.")
 
 
 class Usage(BaseModel):

@@ -233,12 +233,13 @@ def status_of(output: Output) -> Literal["completed", "incomplete"]:
 
 def usage_of(usage: Usage) -> ResponseUsage:
     """Return the token counts under the names of this endpoint."""
-    details, predicted = usage.prompt_tokens_details, usage.completion_tokens_details
+    details = usage.prompt_tokens_details
+    counted = usage.completion_tokens_details.model_dump(exclude_none=True) if usage.completion_tokens_details else {}
     cached = details.cached_tokens if details else 0
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(cached_tokens=cached, cache_write_tokens=0),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(reasoning_tokens=0, **(predicted.model_dump() if predicted else {})),
+        output_tokens_details=OutputTokensDetails(**{"reasoning_tokens": 0, **counted}),
         total_tokens=usage.total_tokens,
     )

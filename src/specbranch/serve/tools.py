@@ -28,9 +28,10 @@ from specbranch.text.tools.formats import (
     thinking_of,
 )
 from specbranch.text.tools.reading import ToolFormat
-from specbranch.text.tools.reasoning import ReasoningParser, ThinkMarkers
+from specbranch.text.tools.reasoning import ReasoningParser, ThinkMarkers, reasoning_length
 
 if TYPE_CHECKING:
+    from specbranch.answer import Output
     from specbranch.text.tokenizer import Tokenizer
 
 
@@ -114,6 +115,13 @@ class ToolUse:
         if thinking is None or prompt.rstrip().endswith(thinking.closing):
             return ()
         return "" if thinking.are_open(prompt) else thinking.opening, thinking.closing
+
+    def reasoning_tokens(self, prompt: str, output: Output) -> int:
+        """Return how many tokens of an answer are reasoning."""
+        thinking = self.formats.thinking
+        if thinking is None:
+            return 0
+        return reasoning_length((piece.text for piece in output.pieces), thinking, thinking.are_open(prompt))
 
     def parser(self, prompt: str) -> AnswerParser:
         """Return a parser for one answer to a prompt."""

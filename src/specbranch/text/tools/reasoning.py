@@ -6,6 +6,7 @@ Owns this format. Invariant: all that is no reasoning is passed on unchanged, ex
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specbranch.text.tools.events import Thought
@@ -50,6 +51,11 @@ class ReasoningParser:
                 return passed
             if before == (self._phase, self._held):
                 return ""
+
+    @property
+    def is_over(self) -> bool:
+        """True if no more reasoning can follow."""
+        return self._phase == self._behind
 
     def finish(self) -> str:
         """Return the rest that is no reasoning."""
@@ -100,3 +106,15 @@ class ReasoningParser:
         if text:
             self._trims = False
             self.thoughts.append(Thought(text))
+
+
+def reasoning_length(texts: Iterable[str], markers: ThinkMarkers, is_open: bool) -> int:
+    """Return how many of an answer's tokens are reasoning, with its markers; `texts`: what each token says."""
+    parser, count = ReasoningParser(markers, is_open), 0
+    for text in texts:
+        parser.feed(text)
+        if parser.is_over:
+            break
+        count += 1
+    parser.finish()
+    return count if parser.thoughts else 0
