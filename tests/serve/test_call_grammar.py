@@ -20,7 +20,7 @@ from specbranch.serve.call_grammar import GRAMMARS, Function, object_schema
 from specbranch.text.tokenizer import Tokenizer
 from specbranch.text.tools.answer_parser import AnswerParser, CallParser
 from specbranch.text.tools.events import CallArguments, CallBegun, CallEnded, Said, joined
-from specbranch.text.tools.formats import EXACT, FORMATS
+from specbranch.text.tools.formats import EXACT_FORMATS, FORMATS
 
 pytest.importorskip("llguidance")
 
@@ -154,7 +154,7 @@ def test_a_parser_reads_the_calls_that_a_grammar_allows(
     state, chance = start(getattr(grammar(name, tokenizer), kind)(True)), random.Random(name)
     for _ in range(6 if kind == "forced" else 2):
         text = walked(state, tokenizer, chance)
-        parser = AnswerParser(None, CallParser(EXACT.get(name, FORMATS[name]), schemas))
+        parser = AnswerParser(None, CallParser(EXACT_FORMATS.get(name, FORMATS[name]), schemas))
         events = joined([*parser.feed(text), *parser.finish()])
         begun = [event.name for event in events if isinstance(event, CallBegun)]
         arguments = [event.text for event in events if isinstance(event, CallArguments)]

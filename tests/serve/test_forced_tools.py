@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -194,11 +195,23 @@ def test_a_call_comes_behind_reasoning(served: Running, client: openai.OpenAI) -
             check(message.tool_calls[0].function.name, message.tool_calls[0].function.arguments)
 
 
+def test_the_example_of_the_page_runs(served: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "structured.md").read_text(encoding="utf-8")
+    example = page.partition("## Tool calls")[2].partition("```python\n")[2].partition("```")[0]
+    assert "127.0.0.1:8000" in example
+    exec(example.replace("http://127.0.0.1:8000", served.url), {"__name__": "example"})
+    assert capsys.readouterr().out.strip()
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool("f", a={"type": "string", "pattern": "("})]}, "The parameters of the function 'f': json_schema"),
     ({"tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]}, "'f' are of type 'string'; expected"),
     ({"tools": [{"function": {"name": "f", "parameters": {"$ref": "#/x"}}}]}, "The parameters of the function 'f'"),
     ({"tool_choice": "auto", "regex": "a"}, "tools and regex are both given"),
+    (
+        {"tool_choice": "auto", "response_format": {"type": "json_schema", "json_schema": {"schema": -1}}},
+        "json_schema is -1; expected a JSON schema",
+    ),
 ]
 
 

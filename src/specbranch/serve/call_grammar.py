@@ -28,9 +28,17 @@ OTHER_PROPERTIES = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "dependentSchemas"}
     | {"$ref", "allOf", "anyOf", "oneOf", "if", "not"}
 )
-NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id", "$defs"})
-XML_OBJECT = NOTES | {"type", "properties", "required", "additionalProperties", "definitions"}  # that XML can follow
-XML_TEXT = NOTES | {"type", "minLength", "maxLength"}
+SCHEMA_NOTES = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id", "$defs"}
+)
+XML_OBJECT = SCHEMA_NOTES | {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "definitions",
+}  # that XML can follow
+XML_TEXT = SCHEMA_NOTES | {"type", "minLength", "maxLength"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from specbranch.serve.protocol import (
 )
 from specbranch.serve.tools import ToolWish
 
-FORMATS = '{"type": "json_schema", "name": …, "schema": …}, {"type": "json_object"} or {"type": "text"}'
+TEXT_FORMATS = '{"type": "json_schema", "name": …, "schema": …}, {"type": "json_object"} or {"type": "text"}'
 WHY_NOT = {"item_reference": "no response is stored here, so an item has to be sent itself"}  # by type
 
 
@@ -112,7 +112,7 @@ def with_format(asked: ResponsesRequest) -> ResponsesRequest:
         return asked
     kind = given.get("type")
     if kind not in ("text", "json_object", "json_schema") or (kind == "json_schema" and given.get("schema") is None):
-        raise ApiError(400, f"text.format is {given!r:.80}; expected {FORMATS}.", param="text")
+        raise ApiError(400, f"text.format is {given!r:.80}; expected {TEXT_FORMATS}.", param="text")
     if asked.response_format is not None:
         raise ApiError(400, "text.format and response_format are both given. Give one.", param="text")
     return asked.model_copy(update={"response_format": given})

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from specbranch.config import schema_text
 from specbranch.errors import BadParameter
 from specbranch.serve.call_grammar import GRAMMARS, CallGrammar, Function, json_rule
 from specbranch.serve.errors import ApiError
@@ -19,7 +20,7 @@ from specbranch.serve.protocol import ChatMessage, EarlierCall, NamedTool, Tool
 from specbranch.serve.settings import ServerSettings
 from specbranch.text.tools.answer_parser import AnswerParser, CallParser
 from specbranch.text.tools.formats import (
-    EXACT,
+    EXACT_FORMATS,
     FORMAT_ALIASES,
     FORMATS,
     NO_REASONING,
@@ -127,7 +128,7 @@ class ToolUse:
         """Return a parser for one answer to a prompt."""
         thinking, calls = self.formats.thinking, self.formats.calls if self.tools else None
         if calls is not None and self.forces_calls:
-            calls = EXACT.get(calls.name, calls)
+            calls = EXACT_FORMATS.get(calls.name, calls)
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
         return AnswerParser(
             ReasoningParser(thinking, thinking.are_open(prompt)) if thinking else None,
@@ -168,8 +169,7 @@ def _answer_rule(constraint: Mapping[str, Any]) -> str:
         (name,) = constraint
         said = f"tools and {name} are both given: an answer is a call, or follows a JSON schema, but nothing else."
         raise BadParameter(f"{said} Use response_format, or leave one of them out.")
-    schema = constraint["json_schema"]
-    return json_rule(json.loads(schema) if isinstance(schema, str) else schema)
+    return json_rule(json.loads(schema_text(constraint["json_schema"]) or "{}"))
 
 
 def check_choice(wish: ToolWish) -> None:

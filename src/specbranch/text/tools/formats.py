@@ -17,7 +17,7 @@ from specbranch.text.tools.reasoning import BRACKETS, THINK, ThinkMarkers
 FORMATS: dict[str, ToolFormat] = {form.name: form for form in (HERMES, QWEN3_CODER, LLAMA, MISTRAL)}
 FORMAT_ALIASES = {"qwen": "hermes", "qwen25": "hermes", "qwen3_xml": "qwen3_coder", "llama3": "llama3_json"}
 # An answer that follows a grammar of calls has the right markers: nothing else in it is a call.
-EXACT = {HERMES.name: replace(HERMES, openings=(CALL_START,), reads_bare=False)}
+EXACT_FORMATS = {HERMES.name: replace(HERMES, openings=(CALL_START,), reads_bare=False)}
 # What a template writes for earlier calls, or tells the model to write. The first that fits is taken.
 _SIGNS: tuple[tuple[str, ToolFormat], ...] = (
     ("<function=", QWEN3_CODER),
