@@ -32,6 +32,7 @@ MARKERS: dict[str, str] = {
     "two letters": "he",
     "a token": "<tool>",
 }
+QUICK_MARKERS = ["a letter", *(pytest.param(name, marks=pytest.mark.slow) for name in MARKERS if name != "a letter")]
 
 
 def asked(llm: LLM, marker: str, **given: Any) -> SamplingParams:
@@ -52,6 +53,16 @@ def same(one: Output, other: Output) -> bool:
     return (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
 
 
+PLAIN: dict[str, Output] = {}
+
+
+def plain_answer(llm: LLM, params: SamplingParams) -> Output:
+    """The answer of plain decoding; it is computed once for all methods."""
+    if repr(params) not in PLAIN:
+        PLAIN[repr(params)] = llm.using(method="autoregressive").generate(PROMPT, params)
+    return PLAIN[repr(params)]
+
+
 @each_value
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -61,14 +72,14 @@ def test_every_method_gives_the_answer_of_plain_decoding(
 ) -> None:
     constraint: dict[str, Any] = {"json_schema": SCHEMA} if marker == "a token" else {"regex": WORD}
     params = asked(llm, marker, temperature=temperature, seed=1, **constraint)
-    plain = llm.using(method="autoregressive").generate(PROMPT, params)
+    plain = plain_answer(llm, params)
     assert plain.finish_reason == "stop", plain.text
     _, answer = parts(plain.text, params)
     assert matches(json.loads(answer), SCHEMA) if "json_schema" in constraint else re.fullmatch(WORD, answer)
     assert same(llm.using(method=method).generate(PROMPT, params), plain)
 
 
-@pytest.mark.parametrize("marker", MARKERS)
+@pytest.mark.parametrize("marker", QUICK_MARKERS)
 def test_the_boundary_may_lie_inside_an_accepted_block(llm: LLM, marker: str) -> None:
     """The answer is predicted, so that blocks with the boundary are accepted; so are blocks up to a wrong token."""
     inside = 0
@@ -96,6 +107,7 @@ def _boundary(output: Output, closing: str) -> int:
     raise AssertionError(output.text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["autoregressive", "specbranch", "speculative", "pearl"])
 def test_the_ratio_rule_follows_the_grammar_behind_reasoning(llm: LLM, method: str) -> None:
     config = SpeculativeConfig(method=method, policy="confidence" if method == "specbranch" else None, rule="ratio")
@@ -105,6 +117,7 @@ def test_the_ratio_rule_follows_the_grammar_behind_reasoning(llm: LLM, method: s
         assert re.fullmatch(WORD, parts(output.text, params)[1]), output.text
 
 
+@pytest.mark.slow
 def test_a_batch_gives_what_each_gives_alone(llm: LLM) -> None:
     view = llm.using(method="specbranch")
     several = [asked(llm, marker, temperature=0.8, seed=3, regex=WORD) for marker in MARKERS]

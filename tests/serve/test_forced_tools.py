@@ -88,6 +88,7 @@ def test_a_named_function_is_called_once(served: Running, client: openai.OpenAI,
     check("time", message.tool_calls[0].function.arguments)
 
 
+@pytest.mark.slow
 def test_several_calls_come_if_they_may(served: Running, client: openai.OpenAI) -> None:
     end = served.engine.tokenizer.eos_ids[0]
     given = asked(tool_choice="required", parallel_tool_calls=True, logit_bias={end: -100}, max_tokens=400)
@@ -98,9 +99,8 @@ def test_several_calls_come_if_they_may(served: Running, client: openai.OpenAI) 
         check(call.function.name, call.function.arguments)
 
 
-@pytest.mark.parametrize(
-    "method", ["tree", *(pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "tree")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_makes_the_same_call(served: Running, method: str) -> None:
     body = asked(tool_choice="required")
     plain, other = (
@@ -145,7 +145,8 @@ def strict(one: dict[str, Any]) -> dict[str, Any]:
     return {**one, "function": {**one["function"], "strict": True}}
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRAMMARS)
 def test_a_strict_function_is_called_with_its_arguments_or_not_at_all(
     served: Running, client: openai.OpenAI, name: str
 ) -> None:
@@ -195,6 +196,7 @@ def test_a_call_comes_behind_reasoning(served: Running, client: openai.OpenAI) -
             check(message.tool_calls[0].function.name, message.tool_calls[0].function.arguments)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs(served: Running, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "structured.md").read_text(encoding="utf-8")
     example = page.partition("## Tool calls")[2].partition("```python\n")[2].partition("```")[0]
