@@ -14,7 +14,7 @@ from scripted import Script, called, scripted, tool
 from small_tokenizers import byte_level
 from specbranch.errors import BadParameter
 from specbranch.serve.settings import ServerSettings
-from specbranch.serve.tools import AnswerFormats
+from specbranch.serve.tools import AnswerFormats, ToolUse
 from specbranch.text.tokenizer import Tokenizer
 from specbranch.text.tools.reasoning import BRACKETS, THINK
 
@@ -256,6 +256,29 @@ def test_formats_are_those_of_the_template_or_those_that_are_named() -> None:
     assert found(shows, reasoning_parser="none") == (True, "hermes", None)
     assert found(silent, reasoning_parser="mistral")[2] is BRACKETS
     assert found(Tokenizer(byte_level(), {})) == (False, None, None)
+
+
+def test_a_grammar_begins_behind_reasoning_unless_the_prompt_has_closed_it() -> None:
+    use = ToolUse(AnswerFormats(True, None, THINK), (), True, {"regex": "a"}, forces_calls=False)
+    assert use.reasoning("[assistant]") == ("<think>", "</think>")
+    assert use.reasoning("[assistant]<think>\n") == ("", "</think>")
+    assert use.reasoning("[assistant]<think>\n\n</think>\n\n") == ()  # Qwen3 with enable_thinking false
+    assert use.reasoning("<think>x</think> Well?[assistant]") == ("<think>", "</think>")
+    assert ToolUse(AnswerFormats(True, None, None), (), True, {}, forces_calls=False).reasoning("<think>") == ()
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_response_format_begins_behind_reasoning(script: Script, client: openai.OpenAI, opened: bool) -> None:
+    pytest.importorskip("llguidance")
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"enum": ["rain", "sun"]}}}
+    given = {"tools": [], "response_format": form, "extra_body": {"chat_template_kwargs": {"enable_thinking": opened}}}
+    start = "" if opened else "<think>"
+    script.text = f'{start}Hm, {{{{.</think>\n\n"rain"'
+    choice = ask(client, **given).choices[0]
+    assert choice.message.content == '"rain"' and choice.message.reasoning_content == "Hm, {{."
+    script.text = f'{start}Hm.</think>\n\n""rain"'
+    with pytest.raises(openai.BadRequestError, match="not allowed by the grammar"):
+        ask(client, **given)
 
 
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
