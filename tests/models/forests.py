@@ -15,7 +15,14 @@ from specbranch.core.request import Request
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import CLASSES, LOOKS, STANDINGS, Chances, Growth, Node, Tree
 from specbranch.models.gpu.forest_growing import ForestGrowth, grow_plainly, launch_grow, new_growth
-from specbranch.models.gpu.forest_layout import DECODING, PLACE_FIELDS, Forest, new_forest, weights_of
+from specbranch.models.gpu.forest_layout import (
+    DECODING,
+    PLACE_FIELDS,
+    REPORT_FIELDS,
+    Forest,
+    new_forest,
+    weights_of,
+)
 from specbranch.models.gpu.granting import Granting, launch_send, new_granting, send_plainly
 from specbranch.models.gpu.layout import BEFORE, CONFIDENCE, Bucket, largest_size, views
 from specbranch.models.gpu.looking import launch_look, look_plainly
@@ -156,7 +163,7 @@ def assert_same_forest(plain: Side, other: Side) -> None:
         for model, name in enumerate(("target_moves", "draft_moves")):
             count = scalars[name]
             assert torch.equal(a.moves[row, model, :, :count], b.moves[row, model, :, :count])
-        said = 2 + int(a.reports[row, 0])
+        said = len(REPORT_FIELDS) + int(a.reports[row, 0])
         assert torch.equal(a.reports[row, :said], b.reports[row, :said])
     rows = a.places[..., ROWS]
     assert torch.equal(rows, b.places[..., ROWS])

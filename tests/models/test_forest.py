@@ -32,15 +32,21 @@ from forests import (
 )
 from specbranch.core.noise import keys
 from specbranch.core.orders import Verdict
-from specbranch.core.pages import Pool
 from specbranch.core.sending import Sending, sent
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import NO_TREE, GrowingTree, below, chosen
 from specbranch.core.verify import accept_match
-from specbranch.models.cache.kv_memory import Table
 from specbranch.models.gpu.forest_growing import new_growth
-from specbranch.models.gpu.forest_layout import DECODING, LIMITED, SENT_ROWS, STOPPED, TARGET_PAGES, weights_of
+from specbranch.models.gpu.forest_layout import (
+    DECODING,
+    LIMITED,
+    REPORT_FIELDS,
+    SENT_ROWS,
+    STOPPED,
+    TARGET_PAGES,
+    weights_of,
+)
 from specbranch.models.gpu.granting import _verify_rows, send_plainly
 from specbranch.models.gpu.layout import Bucket, pack, views
 from specbranch.models.gpu.looking import look_plainly
@@ -83,7 +89,9 @@ def test_a_settled_session_has_the_tokens_and_the_tree_that_core_gives_it(seed: 
     assert forest.text(0) == session.tokens
     assert scalars["state"] == STATES[session.finished]
     count = len(session.tokens) - length
-    assert forest.reports[0, : 2 + count].tolist() == [count, scalars["state"], *session.tokens[length:]]
+    said = forest.reports[0, : len(REPORT_FIELDS) + count].tolist()
+    assert [*said[:2], *said[len(REPORT_FIELDS) :]] == [count, scalars["state"], *session.tokens[length:]]
+    assert said[4:6] == [len(grown), grown.root_scored]
     if session.finished:
         return
     here = numbers[path[-1]] if path else -1
@@ -94,8 +102,7 @@ def test_a_settled_session_has_the_tokens_and_the_tree_that_core_gives_it(seed: 
     slots.extend(session.tokens[: length - 1])
     slots.grow([session.tokens[length - 1], *order.tokens], [-1, *(parent + 1 for parent in order.parents or ())])
     moves = np.array(slots.keep([0, *(node + 1 for node in path)], len(path) + 1), dtype=np.int64).reshape(-1, 2).T
-    table = Table(Pool(0), forest.pages[0, TARGET_PAGES].tolist())
-    assert forest.moves[0, TARGET_PAGES, :, : scalars["target_moves"]].tolist() == table.flat(moves).tolist()
+    assert forest.moves[0, TARGET_PAGES, :, : scalars["target_moves"]].tolist() == moves.tolist()
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -341,6 +341,12 @@ class MeasuredCosts:
             self._verified(span, 0)
         self._between([span], "plain", sessions)
 
+    def observe_forest(self, span: Span, sessions: int) -> None:
+        """Note a round that a device has planned by itself: only how long it took is known."""
+        self._drafted_before = False
+        if self.launches_ahead:
+            self._whole_run([span], "verify", sessions, None)
+
     def _modelled(self, verifying: Span | None, steps: list[int]) -> float | None:
         """Return the seconds of a run's forwards, as they were timed at load; None: some were not."""
         seconds = self.setup + sum(self.step.seconds(width) for width in steps) if steps else 0.0

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 from weakref import proxy
 
 from specbranch.core.costs import MeasuredCosts
+from specbranch.core.forest_loop import ForestLoop
 from specbranch.core.market import Grant, LaneOffer, RowOffer, granted, let_draft
 from specbranch.core.members import Member
 from specbranch.core.methods import MethodRounds
@@ -125,6 +126,7 @@ class Loop:
         self._preempted: dict[int, Member] = {}
         # by a weak reference: what a loop holds must be gone with it at once, without the garbage collector
         self._plain = PlainLoop(executor, self._prefills, proxy(self))
+        self._forest = ForestLoop(executor, self._prefills, proxy(self))
 
     @property
     def limits(self) -> RoundLimits:
@@ -164,6 +166,7 @@ class Loop:
                 self.costs.pause()
         try:
             self.executor.open(session.number, session.request)
+            session.in_forest = self._forest.takes(session)
             first = next(method)
         except BaseException:
             self.executor.free(session.number)
@@ -181,7 +184,11 @@ class Loop:
         for member in self._live.values():
             member.session.batch_size = len(self._live)
         started = self.executor.now()
-        took_part = self._plain.round()
+        took_part = self._forest.round()
+        if took_part is not None:
+            self._plain.forget()
+        else:
+            took_part = self._plain.round()
         if took_part is None:
             took_part = self._ordered_round()
         seconds, restarts = self.executor.now() - started, self.executor.restarts - restarts

@@ -97,6 +97,7 @@ class Method:
             branches="branches" not in without,
             learns="learning" not in without,
             ahead=session.state is None,
+            ngram_sizes=None if "lookup" in without else (config.ngram_max, config.ngram_min),
         )
 
 

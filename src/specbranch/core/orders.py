@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from specbranch.config import HeadKind
 from specbranch.core.arms import ArmRound
 from specbranch.core.forecast import Signal
+from specbranch.core.forest import ForestWish
 from specbranch.core.grammar import Allowed, State
 from specbranch.core.sending import SendingLater
 from specbranch.core.trees import Growth, Tree
@@ -337,7 +338,8 @@ class Orders:
 
     `prefill` is for the target, and comes without `verify`. An executor that waits for a device may run the `deferred`
     tasks first. `planned` is the round of a method that plans, for statistics and traces. `plain_rounds`: how many
-    rounds of plain decoding, this one included, the loop may make before it reports the last of them.
+    rounds of plain decoding, this one included, the loop may make before it reports the last of them. `forest`: beside
+    the next token the device may draft and verify as it sees fit; the report has the tree that was verified.
     """
 
     draft: DraftOrder | None = None
@@ -346,6 +348,7 @@ class Orders:
     prefill: Prefill | None = None
     planned: ArmRound | None = field(default=None, repr=False, compare=False)
     plain_rounds: int = field(default=1, compare=False)
+    forest: ForestWish | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

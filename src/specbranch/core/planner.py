@@ -17,13 +17,14 @@ from itertools import pairwise, takewhile
 from specbranch.core.costs import MOST_UNCOMPUTED
 from specbranch.core.draft_gain import draft_gain
 from specbranch.core.experience import Experience, Pace
+from specbranch.core.forest import ForestWish, NgramSizes
 from specbranch.core.learning import Learning
 from specbranch.core.lookup import Lookup
 from specbranch.core.market import ONCE, LaneGrant, LaneOffer, RowGrant, RowOffer, pays_alone, profit_price, step_prices
 from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, likeliest_nodes
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import NO_TREE, NOT_SCORED, GrowingTree, Growth, Tree, look_class, match_class
+from specbranch.core.trees import NO_TREE, NOT_SCORED, GrowingTree, Growth, Tree, look_class, match_class, shifted
 
 # Share of a draft step's price, split among the sessions that share the step. It bounds what a node is worth that the
 # draft computes during a verify: the draft could compute that node later, too.
@@ -72,17 +73,20 @@ class Planner:
         learns: bool = True,
         most_rows: int = PLANNED_ROWS,
         ahead: bool = True,
+        ngram_sizes: NgramSizes | None = None,
     ) -> None:
         """Plan by `experience`; the other parameters leave parts of the method out.
 
         `overlap`: draft during a verify. `trees`: verify several children of a node. `branches`: extend several of
         them during a verify. `learns`: learn from verdicts. `most_rows`: rows that one verify may have, the root's
-        included. `ahead`: False if no verify may be launched ahead of its order.
+        included. `ahead`: False if no verify may be launched ahead of its order. `ngram_sizes`: of lookup in the text
+        alone, which a device can do, too.
         """
         self.experience, self.insight, self.costs = experience, experience.insight, experience.costs
         self._ahead = ahead
         self.overlap = overlap and self.costs.overlap
         self._ngrams = ngrams
+        self._ngram_sizes = ngram_sizes
         self.learning = Learning(experience, learns)
         self._trees, self._branches = trees, branches
         self._most_rows = most_rows
@@ -217,6 +221,12 @@ class Planner:
         if offer is not None and pays_alone(offer):
             return "draft"
         return tokens if self.lookup_pays(words, tokens) else None
+
+    def forest_wish(self) -> ForestWish:
+        """Return what a device needs to know that grows and verifies the trees of this session."""
+        right = shifted(min(self.insight.hits.shares()[0], 0.99), self.learning.drift)
+        looked = self.insight.looked_tokens if self._ngram_sizes else 0.0
+        return ForestWish(self._growth, right, looked, self.can_draft, self._ngram_sizes, self.costs)
 
     def lane_offer(self, tree: Tree, uncomputed: int) -> LaneOffer | None:
         """Offer to draft before the verify; None: there is nothing to offer.

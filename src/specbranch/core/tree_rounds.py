@@ -11,6 +11,7 @@ from collections.abc import Generator
 from typing import Any
 
 from specbranch.core.arms import Arm, ArmRound
+from specbranch.core.goodput import Way
 from specbranch.core.learning import LookedUp
 from specbranch.core.market import LaneGrant, RowGrant
 from specbranch.core.orders import Deferred, Orders, Reports
@@ -29,7 +30,7 @@ def decode_tree(session: Session, planner: Planner) -> MethodRounds:
     """Decode a request by draft trees; both models work at once where that pays."""
     # Prefill of the draft waits for its first order if none is likely: in a batch, or where drafting does not pay.
     ways = WayChoice(planner)
-    drafts_first = session.batch_size == 1 and ways.drafts_first(len(session.tokens))
+    drafts_first = session.batch_size == 1 and not session.in_forest and ways.drafts_first(len(session.tokens))
     with_draft = planner.experience.has_draft and drafts_first
     yield from prefill(session, with_draft, goes_on=ways.joins_plainly(session))
     deferred = Deferred()
@@ -46,6 +47,10 @@ def _decode(session: Session, planner: Planner, ways: WayChoice, deferred: Defer
         batch_size, since = session.batch_size, session.clock.rounds
         last_end, emitted = session.now, session.stats.emitted
         way = ways.choose(session, tree)
+        if session.in_forest and (way == "planned" or batch_size == 1):
+            tree, planned = yield from _forest_round(session, planner, tree, deferred)
+            _end_round(session, planner, ways, planned, deferred, "planned", batch_size, since, last_end, emitted)
+            continue
         goes_on = way == "plain"
         if session.launched and batch_size == 1:  # its next token is being computed; a plan comes behind it
             way = "plain"
@@ -59,10 +64,41 @@ def _decode(session: Session, planner: Planner, ways: WayChoice, deferred: Defer
             tree, planned = yield from _plain_round(session, planner, ways.looked_up, deferred, goes_on)
         else:
             tree, planned = yield from _planned_round(session, planner, tree, deferred)
-        tokens, seconds = session.stats.emitted - emitted, session.now - last_end
-        deferred.add(_count_arm, session, planner, planned, tokens, seconds)
-        ways.record_round(batch_size, way, tokens, seconds, since=since)
+        _end_round(session, planner, ways, planned, deferred, way, batch_size, since, last_end, emitted)
     deferred.add(session.stats.abandon_tree, tree)
+
+
+def _end_round(
+    session: Session,
+    planner: Planner,
+    ways: WayChoice,
+    planned: ArmRound,
+    deferred: Deferred,
+    way: Way,
+    batch_size: int,
+    since: int,
+    last_end: float,
+    emitted: int,
+) -> None:
+    """Count a round; the last four: how many shared it, behind which round of the loop, when and where it began."""
+    tokens, seconds = session.stats.emitted - emitted, session.now - last_end
+    deferred.add(_count_arm, session, planner, planned, tokens, seconds)
+    ways.record_round(batch_size, way, tokens, seconds, since=since)
+
+
+def _forest_round(session: Session, planner: Planner, tree: Tree, deferred: Deferred) -> TreeRound:
+    """Leave a round to the device, which grows the tree and chooses what to verify; `tree`: what is left there."""
+    session.stats.begin(tree.root_scored)
+    orders = Orders(verify=session.verify_plainly(), deferred=deferred, forest=planner.forest_wish())
+    reports = yield orders
+    deferred.run()
+    if reports.tree is None:  # it was ordered as plain decoding
+        deferred.add(session.stats.abandon_tree, tree)
+        planned = ArmRound(NO_TREE, [], session.batch_size, len(session.tokens), session.batch_size)
+        return _absorb(session, planner, NO_TREE, [], orders, reports, deferred), planned
+    verified = [n for n, node in enumerate(reports.tree.nodes) if node.sent]
+    planned = ArmRound(reports.tree, verified, len(verified) + 1, len(session.tokens), session.batch_size)
+    return _absorb(session, planner, reports.tree, verified, orders, reports, deferred), planned
 
 
 def _planned_round(session: Session, planner: Planner, tree: Tree, deferred: Deferred) -> TreeRound:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from specbranch.core.forest_plan import forest_plan
 from specbranch.core.goodput import Outlook, Way
 from specbranch.core.learning import LookedUp
 from specbranch.core.market import pays_alone
@@ -72,6 +73,11 @@ class WayChoice:
         plain = costs.target_seconds(batch_size) + costs.gap("plain", batch_size)
         if not costs.knows_target:
             return Outlook({"plain": 1.0, "planned": 1.0 if self._experience.has_draft else 0.0})
+        if session.in_forest:
+            wishes = [self._planner.forest_wish()] * batch_size
+            gain = forest_plan(wishes, len(session.tokens), batch_size).gain
+            rate = costs.factor / max(plain, 1e-12)
+            return Outlook({"plain": rate, "planned": gain * rate})
         looked = insight.looked_tokens
         rows = round(batch_size * (1.0 + 2.0 * looked))
         found = (1.0 + looked) / (costs.target_seconds(rows) + costs.gap("lookup", batch_size))

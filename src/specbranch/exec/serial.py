@@ -14,10 +14,12 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
+from specbranch.core.forest import ForestOrders, GrowsForests, wants_forests
+from specbranch.core.forest_loop import ForestReports
 from specbranch.core.loop import DraftState, KVSlots
-from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Reports, Verdict, Verify
+from specbranch.core.orders import Branch, Context, Drafted, DraftOrder, Grow, Orders, Prefill, Reports, Verdict, Verify
 from specbranch.core.request import Request
-from specbranch.core.runner import Done
+from specbranch.core.runner import Done, Runner
 from specbranch.core.warm_up import warming
 from specbranch.exec.drafter import Announce, Drafter
 from specbranch.exec.halves import (
@@ -36,6 +38,9 @@ from specbranch.exec.worker import Worker, never
 
 log = logging.getLogger("specbranch")
 
+FOREST_PREFILL = 1024  # tokens that a draft prefills in a round of the forest, about
+FEW_UNCOMPUTED = 8  # committed tokens that draft steps of such a round compute on the way
+
 Found = TypeVar("Found")
 
 
@@ -53,6 +58,7 @@ class Serial(DecodesWithTarget):
         self._warmed = warming(worker.runner for worker in (target, draft) if worker is not None)
         self._without: set[int] = set()  # sessions whose draft has failed
         self._drafted_until = -inf  # when the last draft ended, on the clock
+        self._in_forest: set[int] = set()  # sessions for which the draft works in rounds of the forest
 
     def open(self, session: int, request: Request) -> None:
         """Prepare both workers for a session."""
@@ -77,6 +83,62 @@ class Serial(DecodesWithTarget):
         made, timed = self._drafted(drafts, never, _ignore)
         return Made(made, timed.span() if timed else None, self._without)
 
+    @property
+    def grows_forests(self) -> bool:
+        """True if both models can go from verify to verify on their device."""
+        runner = self.target.runner
+        return wants_forests() and isinstance(runner, GrowsForests) and runner.grows_with(self._draft_runner)
+
+    def joins_forest(self, session: int, length: int) -> bool:
+        """True if a session can take part, behind `length` tokens; then also behind more."""
+        runner = self.target.runner
+        return isinstance(runner, GrowsForests) and runner.joins_forest(session, length)
+
+    def decode_forest(self, orders: ForestOrders, prefills: Mapping[int, Prefill]) -> ForestReports | None:
+        """Make a round of draft trees on the device; `prefills`: of other sessions."""
+        runner, timed = self.target.runner, Stretch(self.target, self.now)
+        assert isinstance(runner, GrowsForests)
+        reached, short = self.target.prefill(prefills)
+        runner.flush()
+        ready = self._caught_up(orders) if orders.plan.steps else set()
+        step = runner.decode_forest(replace(orders, drafting=ready), self._draft_runner)
+        if step is None:
+            return None
+        self.target.rows_fed += step.rows
+        orders.meanwhile()
+        found = step.reports()
+        timed.end()
+        return ForestReports(found, timed.span(), step.launched, {**short, **step.failed}, reached)
+
+    def leave_forest(self) -> None:
+        """Forget what is launched on the device."""
+        self._in_forest = set()
+        if isinstance(self.target.runner, GrowsForests):
+            self.target.runner.leave_forest()
+
+    @property
+    def _draft_runner(self) -> Runner | None:
+        return self.draft.runner if self.draft else None
+
+    def _caught_up(self, orders: ForestOrders) -> set[int]:
+        """Return the sessions whose text the draft holds, but for a few tokens; it prefills the others a little."""
+        ready, left = set[int](), FOREST_PREFILL
+        if self.draft is None:
+            return ready
+        for session in orders.drafting:
+            text = orders.texts[session]
+            if session in self._without or orders.limits[session] > self.draft.runner.context_length:
+                continue
+            held = len(self.draft.slots(session).prefix)
+            if session not in self._in_forest and len(text) - 1 - held > FEW_UNCOMPUTED and left > 0:
+                order = Prefill(Context(0, tuple(text[:-1])), left)
+                held = self._attempt((session,), partial(self.draft.continue_prefill, session, order), held)
+                left -= FOREST_PREFILL if held < len(text) - 1 else 0
+            if session in self._in_forest or len(text) - 1 - held <= FEW_UNCOMPUTED:
+                ready.add(session)
+        self._in_forest = ready
+        return ready
+
     def kv_slots(self) -> tuple[KVSlots, ...]:
         """Return the KV slots of each model that counts them."""
         return kv_slots_of(self.target, self.draft)
@@ -94,6 +156,7 @@ class Serial(DecodesWithTarget):
     def free(self, session: int) -> None:
         """Free a session's KV cache in both models."""
         self._without.discard(session)
+        self._in_forest.discard(session)
         self.target.free(session)
         if self.draft:
             self.draft.free(session)

@@ -18,6 +18,7 @@ from specbranch.models.gpu.forest_rows_kernels import (
     DECODING,
     DRAFT_LENGTH,
     DRAFT_MOVES,
+    DRAFTS,
     FIRST_GROUP,
     FIRST_ROW,
     LENGTH,
@@ -255,8 +256,9 @@ def grow(sessions, places, growth, chances, trees, now, wants, results, across, 
          LAST: tl.constexpr):  # fmt: skip
     """Add what one session's rows of the last draft step propose, and choose its next rows; LAST: none."""
     s = tl.program_id(0)
-    if tl.load(sessions + s * SCALARS + STATE) == DECODING:
-        _grow_one(sessions + s * SCALARS, places + s * PLACES, growth, chances, trees + s * SIZE * FIELDS,
+    session = sessions + s * SCALARS
+    if (tl.load(session + STATE) == DECODING) & (tl.load(session + DRAFTS) > 0):
+        _grow_one(session, places + s * PLACES, growth, chances, trees + s * SIZE * FIELDS,
                   now + s * LANES, wants + s * WANTS, results, across, SIZE, LAST)  # fmt: skip
     else:
         tl.store(wants + s * WANTS, 0)

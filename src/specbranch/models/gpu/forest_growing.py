@@ -51,14 +51,20 @@ class ForestGrowth:
 
 def new_growth(growth: Growth, sessions: int, device: torch.device | str = "cpu") -> ForestGrowth:
     """Return the tables by which so many sessions grow; `growth` has no free time."""
+    within, numbers = growth_numbers(growth)
+    table = torch.from_numpy(numbers).to(device)
+    now, wants = (torch.zeros(sessions, n, dtype=torch.int32, device=device) for n in (LANES, len(WANT_FIELDS)))
+    total = torch.zeros(1, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
+    return ForestGrowth(within, table, weights_of(growth.chances, device), now, wants, total)
+
+
+def growth_numbers(growth: Growth) -> tuple[Growth, np.ndarray]:
+    """Return a growth within the bounds of a forest, and the same as an array for the device."""
     if growth.free_time or min(growth.lanes, len(growth.step)) > LANES:
         raise ValueError(f"trees of a forest grow while the target waits, by {LANES} nodes at a time at most")
     within = replace(growth, deepest=min(growth.deepest, DEEPEST), lanes=min(growth.lanes, len(growth.step)))
     scalars = [float(getattr(within, name)) for name in GROWTH_SCALARS if name != "tail_limit"]
-    table = torch.tensor([*scalars, TAIL, *growth.step], dtype=torch.float64, device=device)
-    now, wants = (torch.zeros(sessions, n, dtype=torch.int32, device=device) for n in (LANES, len(WANT_FIELDS)))
-    total = torch.zeros(1, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
-    return ForestGrowth(within, table, weights_of(growth.chances, device), now, wants, total)
+    return within, np.array([*scalars, TAIL, *growth.step])
 
 
 def grow(
@@ -98,7 +104,8 @@ def grow_plainly(
     """Do as the kernels do, in plain Python."""
     parts: dict[int, tuple[Rows, Choosing]] = {}
     for row in range(forest.count):
-        if forest.scalars(row)["state"] != DECODING:
+        scalars = forest.scalars(row)
+        if scalars["state"] != DECODING or not scalars["drafts"]:
             continue
         _add_proposals(forest, growth, row, results)
         if last:

@@ -36,9 +36,14 @@ from specbranch.models.gpu.tree_kernels import (
     TOKEN,
 )
 
-SCALARS, PLACES, REPORT = (
+SCALARS, PLACES, REPORT, REPORT_HEAD = (
     tl.constexpr(n)
-    for n in (len(forest_layout.SESSION_FIELDS), len(forest_layout.PLACE_FIELDS), forest_layout.REPORT_SIZE)
+    for n in (
+        len(forest_layout.SESSION_FIELDS),
+        len(forest_layout.PLACE_FIELDS),
+        forest_layout.REPORT_SIZE,
+        len(forest_layout.REPORT_FIELDS),
+    )
 )
 STATE, LENGTH, LIMIT, SEED_LOW, SEED_HIGH, SAMPLE, TEMPERATURE, NOISY, STOPS, COUNT, ROOT_SCORED = (
     tl.constexpr(forest_layout.SESSION_FIELDS.index(name))
@@ -56,9 +61,9 @@ STATE, LENGTH, LIMIT, SEED_LOW, SEED_HIGH, SAMPLE, TEMPERATURE, NOISY, STOPS, CO
         "root_scored",
     ]
 )
-DRAFT_LENGTH, TAIL, TARGET_MOVES, DRAFT_MOVES = (
+DRAFT_LENGTH, TAIL, TARGET_MOVES, DRAFT_MOVES, DRAFTS, LOOKS = (
     tl.constexpr(forest_layout.SESSION_FIELDS.index(name))
-    for name in ["draft_length", "tail", "target_moves", "draft_moves"]
+    for name in ["draft_length", "tail", "target_moves", "draft_moves", "drafts", "looks"]
 )
 FIRST_ROW, ROW_COUNT, FIRST_GROUP, TABLE_AT, FIRST_MOVE = (
     tl.constexpr(forest_layout.PLACE_FIELDS.index(name)) for name in ["first_row", "rows", "group", "table", "moved"]
@@ -210,7 +215,9 @@ def write_rows(session, placed, nodes, now, pages, history, moved, packed, group
     put_at = tl.load(placed + FIRST_MOVE) + m
     for side in tl.static_range(2):
         kv_slot = tl.load(moved + side * PATH_MOVES + m, mask=m < count_moved, other=0)
-        tl.store(moves + side * across + put_at, kv_slot, mask=m < count_moved)
+        # pages may have been copied since the moves were noted
+        flat = tl.load(pages + kv_slot // PAGE, mask=m < count_moved, other=0) * PAGE + kv_slot % PAGE
+        tl.store(moves + side * across + put_at, flat, mask=m < count_moved)
     tl.debug_barrier()
     tl.store(session + MOVED, 0)
 

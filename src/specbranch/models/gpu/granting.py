@@ -68,10 +68,17 @@ class Granting:
 
     def price(self, rate: float, seconds: Sequence[float], others: int = 0, most_rows: int = MOST_STEP_ROWS) -> None:
         """Set the prices; `seconds[rows - 1]` is the time of a verify of so many rows."""
-        table = torch.zeros(self.prices.shape, dtype=torch.float64)
-        table[:SECONDS_AT] = torch.tensor([rate, others, min(most_rows, len(seconds))], dtype=torch.float64)
-        table[SECONDS_AT + 1 : SECONDS_AT + 1 + len(seconds)] = torch.tensor(seconds, dtype=torch.float64)
-        self.prices.copy_(table)
+        self.prices.copy_(torch.from_numpy(price_numbers(self, rate, seconds, others, most_rows)))
+
+
+def price_numbers(
+    granting: Granting, rate: float, seconds: Sequence[float], others: int = 0, most_rows: int = MOST_STEP_ROWS
+) -> np.ndarray:
+    """Return prices as an array for the device; see `Granting.price`."""
+    table = np.zeros(granting.prices.shape[0])
+    table[:SECONDS_AT] = rate, others, min(most_rows, len(seconds))
+    table[SECONDS_AT + 1 : SECONDS_AT + 1 + len(seconds)] = seconds
+    return table
 
 
 def new_granting(sessions: int, device: torch.device | str = "cpu") -> Granting:
@@ -223,7 +230,8 @@ def write_step(
         at_move, moves, at_group = 0, section_of(array, bucket, MOVES_SECTION), 0
         for row, part, first, begin, count in zip(rows, work, firsts, begins, moved, strict=False):
             places[row] = torch.tensor([first, len(part.tokens), at_group, begin, at_move], dtype=torch.int32)
-            moves[:, at_move : at_move + count] = forest.moves[row, model, :, :count].numpy()
+            # Pages may have been copied since the moves were noted.
+            moves[:, at_move : at_move + count] = part.table.flat(forest.moves[row, model, :, :count].numpy())
             forest.set(row, **{name: 0})
             at_move, at_group = at_move + count, at_group + -(-len(part.tokens) // group_rows(bucket))
     packed[: len(array)] = torch.from_numpy(array)

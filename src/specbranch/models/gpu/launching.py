@@ -88,6 +88,11 @@ class StepLauncher:
         self.launches = 0  # of steps; a step's results are valid until the next one is launched
         self.started = stream.moment()  # when the last timed step started
 
+    @property
+    def memory(self) -> Memory:
+        """The model's KV memory."""
+        return self._memory
+
     def run(self, work: list[Rows], arrays: Arrays, layers: int) -> tuple[tuple[Tensor, Tensor | None], Asked]:
         """Run all rows, in several steps if they exceed one; the last copy up carries the arrays, too.
 

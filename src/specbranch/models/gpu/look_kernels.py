@@ -22,6 +22,7 @@ from specbranch.models.gpu.forest_rows_kernels import (
     COUNT,
     DECODING,
     LENGTH,
+    LOOKS,
     ROOT_SCORED,
     SCALARS,
     STATE,
@@ -183,7 +184,7 @@ def look(sessions, history, trees, chances, context, SIZE: tl.constexpr, LONGEST
     """Look up what followed the last words of one session, and add it to its tree."""
     s = tl.program_id(0)
     session = sessions + s * SCALARS
-    if tl.load(session + STATE) == DECODING:
+    if (tl.load(session + STATE) == DECODING) & (tl.load(session + LOOKS) > 0):
         length = tl.load(session + LENGTH)
         text = history + s * context
         start, size = _find(text, length, LONGEST, SHORTEST, BLOCK)

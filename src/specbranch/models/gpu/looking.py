@@ -34,7 +34,7 @@ def look_plainly(forest: Forest, weights: Weights, longest: int, shortest: int) 
     """Do as the kernel does, in plain Python."""
     for row in range(forest.count):
         scalars = forest.scalars(row)
-        if scalars["state"] != DECODING:
+        if scalars["state"] != DECODING or not scalars["looks"]:
             continue
         words, tokens = Ngrams(forest.text(row), longest, shortest).find(LOOKED)
         if not tokens:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbranch.config import SpeculativeConfig
+from specbranch.core.forest import ForestOrders, ForestStep, wants_forests
 from specbranch.core.orders import Context, Receiver
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.request import Request, Spot
@@ -46,6 +48,7 @@ from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.decode_rows import DecodeRows
 from specbranch.models.gpu.drafting import DeviceDrafts
 from specbranch.models.gpu.early_starts import EarlyStarts
+from specbranch.models.gpu.forest_rounds import ForestDecoder, joins
 from specbranch.models.gpu.growing import TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.launching import StepLauncher, wide
@@ -87,6 +90,7 @@ class GpuRunner(NativeRunner):
         with self.stream.in_turn():
             self._grower = TreeGrower(self.graphs, most_pages, spare, self.transfer)
         self.plain = PlainDecoder(host)
+        self.forest: ForestDecoder | None = None  # made for the first round of draft trees on the device
         self.early = self._make_early_starts()
         self.drafts = DeviceDrafts(self.launcher, self.sequences, self._grower, self.early, host)
         self.answers = Answers(decoder, self.launcher, self.sequences, self.early, host)
@@ -190,11 +194,18 @@ class GpuRunner(NativeRunner):
         if isinstance(draft, GpuRunner) and draft.device == self.device:
             with self.stream.in_turn():
                 self.early.warm_up_receiver(draft.tree)
+                self._warm_up_forest(draft)
 
     def launch_receiver(self, draft: object | None) -> None:
         """Launch the kernels that bring a draft's tree to a step, if both are on one device."""
         if isinstance(draft, GpuRunner) and draft.device == self.device:
             self.early.launch_receiver(draft.tree)
+            self._warm_up_forest(draft)
+
+    def _warm_up_forest(self, draft: GpuRunner | None) -> None:
+        if wants_forests() and self.grows_with(draft):
+            config = SpeculativeConfig()
+            self._forest_with(draft).warm_up((config.ngram_max, config.ngram_min))
 
     @property
     def tree(self) -> DeviceTree:
@@ -270,6 +281,46 @@ class GpuRunner(NativeRunner):
         sampler = ShapedSampler(self.transfer, self.sampler.vocabulary, self.answers.picked)
         return self.transfer.later(sampler.results(rows, logits, choosing))
 
+    # --- rounds of the forest; see `GrowsForests` ---
+
+    def grows_with(self, draft: object | None) -> bool:
+        """True if the device can go from verify to verify by itself, with this draft on it."""
+        models = [self, draft] if draft is not None else [self]
+        return all(
+            isinstance(model, GpuRunner)
+            and model.device == self.device
+            and (model.graphs.step.moves or self.device.type == "cpu")
+            for model in models
+        )
+
+    def joins_forest(self, seq: int, length: int) -> bool:
+        """True if the device decodes a sequence so, behind `length` tokens; then also behind more."""
+        request = self._requests[seq]
+        return joins(request, asking.is_chosen_in_graph(Spot(request, length, list)))
+
+    @torch.inference_mode()
+    def decode_forest(self, orders: ForestOrders, draft: object | None) -> ForestStep | None:
+        """Make a round of draft trees on the device, and launch the next one."""
+        assert draft is None or isinstance(draft, GpuRunner)
+        self.drop_steps()
+        return self._forest_with(draft).decode(orders)
+
+    def _forest_with(self, draft: GpuRunner | None) -> ForestDecoder:
+        if self.forest is None or not self.forest.is_with(draft):
+            self.leave_forest()
+            self.forest = ForestDecoder(weakly(self), draft)
+        return self.forest
+
+    def leave_forest(self) -> None:
+        """Forget what is launched."""
+        if self.forest is not None:
+            self.forest.leave()
+
+    def drop_steps(self) -> None:
+        """Forget steps that were started ahead, those of the forest aside."""
+        self.early.forget()
+        self.plain.forget_all()
+
     # --- what the parts need of their runner ---
 
     @property
@@ -308,6 +359,7 @@ class GpuRunner(NativeRunner):
         """Forget steps that were started ahead: another one is about to run."""
         self.early.forget_step()
         self.plain.forget_all()
+        self.leave_forest()
 
     def move_kv(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
         """Move KV slots with the next step, or before it."""
@@ -324,6 +376,8 @@ class GpuRunner(NativeRunner):
         """Forget steps in flight: a sequence is about to be rolled back."""
         self.early.forget_step()
         self.plain.forget(seq)
+        if self.forest is not None:
+            self.forest.forget(seq)
 
     def flush(self) -> None:
         """Compute all prefill that was put off; see `NativeRunner`."""
@@ -338,6 +392,8 @@ class GpuRunner(NativeRunner):
     def _close(self, seq: int) -> None:
         self.early.close(seq)
         self.plain.forget(seq)  # the rows of other sequences stay valid
+        if self.forest is not None:
+            self.forest.forget(seq)
         super()._close(seq)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:

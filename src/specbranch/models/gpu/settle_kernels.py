@@ -24,6 +24,7 @@ from specbranch.models.gpu.forest_rows_kernels import (
     PATH_MOVES,
     PLACES,
     REPORT,
+    REPORT_HEAD,
     ROOT_SCORED,
     ROW_COUNT,
     SCALARS,
@@ -40,7 +41,6 @@ from specbranch.models.gpu.tree_kernels import (
     DEPTH,
     FIELDS,
     NOWHERE,
-    PAGE,
     PARENT,
     REACH,
     READ,
@@ -50,12 +50,6 @@ from specbranch.models.gpu.tree_kernels import (
     SLOT,
     TOKEN,
 )
-
-
-@triton.jit
-def _flat(pages, kv_slot):
-    """Translate a KV slot of the session into one of the pool."""
-    return tl.load(pages + kv_slot // PAGE) * PAGE + kv_slot % PAGE
 
 
 @triton.jit
@@ -107,7 +101,7 @@ def _below(nodes, count, hit, advance, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _settle_one(session, stops, pages, history, nodes, moves, report, placed, packed, picks, results, per, across,
+def _settle_one(session, stops, history, nodes, moves, report, placed, packed, picks, results, per, across,
                 SIZE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     first = tl.load(placed + FIRST_ROW)
     rows = tl.load(placed + ROW_COUNT)
@@ -115,11 +109,11 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
     limit = tl.load(session + LIMIT)
     count = tl.load(session + COUNT)
     draft_length = tl.load(session + DRAFT_LENGTH)
+    root_scored = tl.load(session + ROOT_SCORED)
     r = tl.arange(0, ROWS)
     live = r < rows
     token = tl.load(picks + first + r, mask=live, other=-1)
     sure = tl.load(results + (first + r) * across + CONFIDENCE, mask=live, other=0.0)
-    slot = tl.load(packed + 2 * per + first + r, mask=live, other=0)
     parent = tl.load(packed + 9 * per + first + r, mask=live, other=-1) - first
     said = tl.load(packed + 10 * per + first + r, mask=live, other=-3)
     j = tl.arange(0, STOP_IDS)
@@ -136,6 +130,7 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
     node = rows * 0 + ROOT
     taken = rows * 0
     moved = rows * 0
+    placed_rows = rows * 0 + 1
     shifted = tl.load(session + DRAFT_MOVES)  # those that no draft step has made yet come first
     advance = rows * 0
     is_read = rows * 0
@@ -145,7 +140,7 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
         chosen = tl.max(tl.where(r == here, token, -1), 0)
         finite = tl.max(((r == here) & (sure != sure)).to(tl.int32), 0) == 0
         tl.store(history + length + taken, chosen, mask=finite)
-        tl.store(report + 2 + taken, chosen, mask=finite)
+        tl.store(report + REPORT_HEAD + taken, chosen, mask=finite)
         taken += finite.to(tl.int32)
         is_stop = tl.max((stop == chosen).to(tl.int32), 0) > 0
         ended = tl.where(length + taken >= limit, LIMITED, DECODING)
@@ -154,16 +149,17 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
         child = tl.min(tl.where(live & (r > here) & (parent == here) & (said == chosen), r, NOWHERE), 0)
         going = (ended == DECODING) & (child < NOWHERE)
         moves_row = going & (child != taken)
-        tl.store(moves + moved, tl.max(tl.where(r == child, slot, 0), 0), mask=moves_row)
-        tl.store(moves + PATH_MOVES + moved, tl.max(tl.where(r == taken, slot, 0), 0), mask=moves_row)
+        placed_rows += (going & (child == taken) & (moved == 0)).to(tl.int32)
+        tl.store(moves + moved, length - 1 + child, mask=moves_row)
+        tl.store(moves + PATH_MOVES + moved, length - 1 + taken, mask=moves_row)
         moved += moves_row.to(tl.int32)
         # the node that this token leads to, sent or not
         node = tl.min(tl.where(there & (up == node) & (held == chosen), n, NOWHERE), 0)
         is_read = tl.max(((n == node) & scored).to(tl.int32), 0)
         behind = tl.max(tl.where(n == node, kv_slot, -1), 0)
         moves_node = (ended == DECODING) & (is_read > 0) & (behind != taken - 1)
-        tl.store(drafted + shifted, _flat(pages, length + tl.maximum(behind, 0)), mask=moves_node)
-        tl.store(drafted + PATH_MOVES + shifted, _flat(pages, length + taken - 1), mask=moves_node)
+        tl.store(drafted + shifted, length + behind, mask=moves_node)
+        tl.store(drafted + PATH_MOVES + shifted, length + taken - 1, mask=moves_node)
         shifted += moves_node.to(tl.int32)
         advance += is_read
         here = tl.where(going, child, here)
@@ -182,13 +178,17 @@ def _settle_one(session, stops, pages, history, nodes, moves, report, placed, pa
     tl.store(session + DRAFT_MOVES, tl.where(goes_on, shifted, 0))
     tl.store(report, taken)
     tl.store(report + 1, ended)
+    tl.store(report + 2, tl.minimum(placed_rows, taken))
+    tl.store(report + 3, tl.where(goes_on & (shifted > 0), -1, draft_length + tl.where(goes_on, advance, 0)))
+    tl.store(report + 4, count)
+    tl.store(report + 5, root_scored)
     tl.debug_barrier()
     tl.store(placed + ROW_COUNT, 0)
 
 
-@triton.jit(do_not_specialize=["per", "across", "context", "held"])
-def settle(sessions, stops, pages, history, trees, moves, reports, places, packed, picks, results, context, held, per,
-           across, SIZE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["per", "across", "context"])
+def settle(sessions, stops, history, trees, moves, reports, places, packed, picks, results, context, per, across,
+           SIZE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Commit what the verify in flight has accepted, for one session; without rows in it, only report its state."""
     s = tl.program_id(0)
     session = sessions + s * SCALARS
@@ -196,9 +196,11 @@ def settle(sessions, stops, pages, history, trees, moves, reports, places, packe
     report = reports + s * REPORT
     state = tl.load(session + STATE)
     if (state == DECODING) & (tl.load(placed + ROW_COUNT) > 0):
-        _settle_one(session, stops + s * STOP_IDS, pages + (2 * s + 1) * held, history + s * context,
+        _settle_one(session, stops + s * STOP_IDS, history + s * context,
                     trees + s * SIZE * FIELDS, moves + s * 4 * PATH_MOVES, report, placed, packed, picks, results, per,
                     across, SIZE, ROWS)  # fmt: skip
     else:
         tl.store(report, 0)
         tl.store(report + 1, state)
+        for field in tl.static_range(2, REPORT_HEAD):
+            tl.store(report + field, 0)

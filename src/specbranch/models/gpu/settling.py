@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specbranch.core.orders import Context, Verify
-from specbranch.core.pages import PAGE
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Tree, below
 from specbranch.core.verify import accept_match
@@ -25,6 +24,7 @@ from specbranch.models.gpu.forest_layout import (
     FAILED,
     LIMITED,
     PLACE_FIELDS,
+    REPORT_FIELDS,
     SENT_ROWS,
     STOPPED,
     TARGET_PAGES,
@@ -48,8 +48,8 @@ def launch_settle(forest: Forest, packed: Tensor, bucket: Bucket, picks: Tensor,
     from specbranch.models.gpu import settle_kernels
 
     settle_kernels.settle[(forest.count,)](
-        forest.sessions, forest.stops, forest.pages, forest.history, forest.trees, forest.moves, forest.reports,
-        forest.places[0], packed, picks, results, forest.history.shape[1], forest.pages.shape[2],
+        forest.sessions, forest.stops, forest.history, forest.trees, forest.moves, forest.reports,
+        forest.places[0], packed, picks, results, forest.history.shape[1],
         -(-bucket.rows // ALIGNED) * ALIGNED, results.shape[1], SIZE=forest.trees.shape[1], ROWS=SENT_ROWS,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -63,6 +63,7 @@ def settle_plainly(forest: Forest, packed: Tensor, bucket: Bucket, picks: Tensor
             _settle_one(forest, row, scalars, packed, bucket, picks, results)
         else:
             forest.reports[row, :2] = torch.tensor([0, scalars["state"]])
+            forest.reports[row, 2 : len(REPORT_FIELDS)] = 0
         forest.places[0, row, _COUNTED] = 0
 
 
@@ -80,13 +81,18 @@ def _settle_one(
     tokens, ended = _committed(forest, row, scalars, accepted, [sure[node + 1] for node in (ROOT, *path)])
     old = scalars["length"]
     forest.history[row, old : old + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-    forest.reports[row, : 2 + len(tokens)] = torch.tensor([len(tokens), ended, *tokens], dtype=torch.int32)
+    placed = 1 + next((at for at, node in enumerate(path) if node != at), len(path))
     forest.set(row, state=ended, length=old + len(tokens), nodes=0, root_scored=0, tail=0)
     forest.set(row, target_moves=0, draft_moves=0)
     if ended == DECODING:
         slots = [(old - 1 + node + 1, old - 1 + at) for at, node in enumerate(path, start=1) if node + 1 != at]
         _note_moves(forest, row, TARGET_PAGES, slots, 0)
         _keep_tree(forest, row, scalars, tokens)
+    after = forest.scalars(row)
+    draft_length = -1 if after["draft_moves"] else after["draft_length"]
+    said_of_it = [len(tokens), ended, min(placed, len(tokens)), draft_length, scalars["nodes"], scalars["root_scored"]]
+    report = torch.tensor([*said_of_it, *tokens], dtype=torch.int32)
+    forest.reports[row, : len(report)] = report
 
 
 def _committed(
@@ -141,9 +147,7 @@ def _note_moves(forest: Forest, row: int, table: int, slots: Sequence[tuple[int,
 
     They fit: until the draft's next step all of them are on one path of one tree.
     """
-    pages = forest.pages[row, table].tolist()
     for at, both in enumerate(slots, waiting):
-        for side, kv_slot in enumerate(both):
-            forest.moves[row, table, side, at] = pages[kv_slot // PAGE] * PAGE + kv_slot % PAGE
+        forest.moves[row, table, :, at] = torch.tensor(both, dtype=torch.int32)
     name = ("target_moves", "draft_moves")[table]
     forest.set(row, **{name: waiting + len(slots)})

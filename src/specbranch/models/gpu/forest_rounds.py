@@ -1,0 +1,495 @@
+"""Rounds of the forest on a GPU: the device goes from verify to verify by itself, the host launches one round ahead.
+
+A round is: the rows are chosen and written (`granting.py`), the target computes them, each session commits what was
+accepted (`settling.py`), lookup (`looking.py`) and some draft steps (`forest_growing.py`) extend its tree. Owns the
+tables, which session has which row of them, and the round in flight. Does not own the steps of both models
+(`launching.py`), or what a round is planned to do (`core/forest_plan.py`). Invariant: what is launched and not read has
+no effect: what it wrote lies behind what a model's sequence holds, and all later work of the device comes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from specbranch.core.forest import ForestEnd, ForestOrders, ForestPlan, ForestReport, ForestStep, NgramSizes
+from specbranch.core.forest_plan import FREE
+from specbranch.core.pages import PAGE
+from specbranch.core.request import Request
+from specbranch.core.slots import TAIL
+from specbranch.core.trees import CLASSES, NO_TREE, Chances, Growth
+from specbranch.errors import CacheFull, SpecBranchError
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.transfer import Reading
+from specbranch.models.gpu.forest_growing import ForestGrowth, grow, growth_numbers
+from specbranch.models.gpu.forest_layout import (
+    CHANCE_PARTS,
+    DECODING,
+    DRAFT_PAGES,
+    FAILED,
+    GROWTH_SCALARS,
+    LIMITED,
+    REPORT_FIELDS,
+    SENT_ROWS,
+    STOPPED,
+    TARGET_PAGES,
+    VACANT,
+    WANT_FIELDS,
+    Forest,
+    Weights,
+    Written,
+    as_pairs,
+    chance_numbers,
+    fitting_ending_ids,
+    new_forest,
+    read_tree,
+)
+from specbranch.models.gpu.granting import Granting, new_granting, price_numbers, send
+from specbranch.models.gpu.launching import StepLauncher
+from specbranch.models.gpu.layout import (
+    MOST_STEP_ROWS,
+    MOVED_COUNT,
+    Bucket,
+    brought_moves,
+    padded_bucket,
+    views,
+)
+from specbranch.models.gpu.looking import look
+from specbranch.models.gpu.settling import settle
+from specbranch.models.gpu.step import Ran
+from specbranch.models.gpu.tree_layout import DEEPEST, ENTRIES, LANES, LOOKED_CELLS
+from specbranch.models.runners.sequences import Sequences
+
+CAPACITIES = (1, 4, 16, 64)  # numbers of rows for which kernels are compiled
+MOST_SESSIONS = CAPACITIES[-1]  # rows of the tables
+FOREST_NODES = 128  # nodes of a tree, at most
+AHEAD = DEEPEST + 1  # tokens that a session may get in the round in flight
+NO_CHANCES = Chances((0.0,) * CLASSES, (0.0,) * CLASSES, (0.0,) * LOOKED_CELLS, (0.0,) * LOOKED_CELLS)
+ENDS: dict[int, ForestEnd] = {STOPPED: "stop", LIMITED: "length", FAILED: "not finite"}
+
+
+class ForestModel(Protocol):
+    """A runner of either model, as far as rounds of the forest need it."""
+
+    launcher: StepLauncher
+    sequences: Sequences
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens one sequence may hold."""
+        ...
+
+    def request(self, seq: int) -> Request:
+        """Return the request of a sequence."""
+        ...
+
+    def reserve(self, seq: int, start: int, stop: int) -> Table:
+        """Make KV slots writable, or raise CacheFull; returns the page table."""
+        ...
+
+    def forget_rows(self, seq: int) -> None:
+        """Forget the logits of a sequence."""
+        ...
+
+    def flush(self) -> None:
+        """Compute all prefill that was put off."""
+        ...
+
+    def drop_steps(self) -> None:
+        """Forget steps that were started ahead, those of the forest aside."""
+        ...
+
+
+@dataclass(slots=True)
+class Planted:
+    """A session that has a row of the tables."""
+
+    row: int
+    length: int  # tokens that the host knows of
+    last: int  # the last of them
+    looks: bool  # lookup works for it
+    drafts: bool = False  # the draft works for it
+    draft_length: int = 0  # tokens that the draft holds for sure
+    leaves: bool = False  # it takes no part in the rounds that are launched now
+    pages: list[list[int]] = field(default_factory=lambda: [[], []])  # of both models, as the device has them
+
+
+@dataclass(slots=True)
+class ForestFlight:
+    """A round that was launched and is not read yet."""
+
+    row_of: dict[int, int]  # by session
+    rows: int  # of its verify, at most
+    reports: Reading
+    trees: Reading | None  # None: no session has a tree
+
+
+class ForestDecoder:
+    """Makes rounds of the forest with a target, and with a draft on the same device or without one."""
+
+    def __init__(self, target: ForestModel, draft: ForestModel | None) -> None:
+        self._target, self._draft = target, draft
+        graphs, self._device = target.launcher.graphs, target.launcher.device
+        pages = -(-(target.context_length + TAIL) // PAGE)
+        with target.launcher.stream.in_turn():
+            self._forest = new_forest(MOST_SESSIONS, target.context_length + TAIL, FOREST_NODES, pages, self._device)
+            self._tables = PlanTables(self._device)
+        self._least = graphs.step.least
+        self._planted: dict[int, Planted] = {}
+        self._flight: ForestFlight | None = None
+        self._unread = False  # the round before the one in flight was not read
+        self._rows = 0  # of the last verify
+        self._changes: dict[int, list[Written]] = {}  # of rows, for the next round
+        self._heads: dict[int, Forest] = {}
+
+    @torch.inference_mode()
+    def warm_up(self, looks: NgramSizes) -> None:
+        """Launch all kernels once, on no session; `looks`: of lookup."""
+        target = self._target.launcher
+        models = [target] if self._draft is None else [target, self._draft.launcher]
+        weights, nothing = self._tables.weights, self._tables.no_results
+        for count in CAPACITIES:
+            forest, buckets = self._first(count), {Bucket(count, count)}
+            if count == 1:
+                buckets |= {padded_bucket(rows, True, self._least, 0) for rows in (1, SENT_ROWS)}
+            for bucket in buckets:
+                send(forest, self._tables.granting(count), target.graphs.input, bucket, target.spare)
+                settle(forest, target.graphs.input, bucket, target.graphs.step.picks, nothing)
+                for last in (False, True) if len(models) > 1 else ():
+                    growth = self._tables.growth_of(count)
+                    grow(forest, growth, nothing, models[1].graphs.input, bucket, models[1].spare, last)
+            look(forest, weights, *looks)
+
+    def is_with(self, draft: object | None) -> bool:
+        """True if it was made for this draft."""
+        return self._draft is draft
+
+    def forget(self, seq: int) -> None:
+        """Take a session out: it is closed, or rolled back."""
+        planted = self._planted.pop(seq, None)
+        if planted is None:
+            return
+        self._changes[planted.row] = [self._forest.scalar_change(planted.row, "state", VACANT)]
+        if self._flight is not None:
+            self._flight.row_of.pop(seq, None)
+
+    def leave(self) -> None:
+        """Take all sessions out, and bring the draft's sequences in line; they hold what is known to be in place."""
+        for seq, planted in list(self._planted.items()):
+            self._leave(seq, planted)
+        self._flight, self._unread = None, False
+
+    def _leave(self, seq: int, planted: Planted) -> None:
+        self.forget(seq)
+        sequence = self._target.sequences.get(seq)
+        if sequence is not None:
+            sequence.table.shrink(len(sequence.slots))
+        if self._draft is not None and (drafted := self._draft.sequences.get(seq)) is not None and sequence:
+            text, held = [*sequence.slots.prefix, planted.last], drafted.slots.prefix
+            held.extend(text[len(held) : min(planted.draft_length, planted.length)])
+            self._draft.forget_rows(seq)
+            drafted.table.shrink(len(drafted.slots))
+
+    def decode(self, orders: ForestOrders) -> ForestStep | None:
+        """See `GrowsForests.decode_forest`."""
+        texts, failed = orders.texts, dict[int, SpecBranchError]()
+        flight, self._flight = self._flight, None
+        if self._unread:  # a round was never read: the device knows tokens that the host does not
+            self.leave()
+            flight = None
+        self._leave_others(texts)
+        now = {} if flight is None else {seq: row for seq, row in flight.row_of.items() if seq in self._planted}
+        if not 0 < len(texts) <= MOST_SESSIONS or not self._enter(orders, failed):
+            self.leave()
+            return None
+        ahead = bool(now)
+        if flight is None or not now:
+            flight = self._launch(orders, list(self._planted))
+            if flight is None:
+                return ForestStep(dict, 0, False, frozenset(), failed)
+            now = dict(flight.row_of)
+        present = flight
+        self._unread = True
+        going_on = [seq for seq in self._planted if seq in orders.going_on or seq not in now]
+        self._flight = following = self._launch(orders, going_on)
+        launched = frozenset(following.row_of if following else ())
+
+        def reports() -> dict[int, ForestReport]:
+            return self._read(present, now, texts)
+
+        return ForestStep(reports, present.rows, ahead, launched, failed)
+
+    def _leave_others(self, texts: Mapping[int, Sequence[int]]) -> None:
+        """Take out sessions that do not take part any longer, or have another text than the device knows."""
+        for seq, planted in list(self._planted.items()):
+            text = texts.get(seq)
+            known = text is not None and len(text) == planted.length and text[-1] == planted.last
+            # a few sessions have low rows, so that kernels for few of them serve
+            if not known or planted.leaves or planted.row >= _capacity(min(len(texts), MOST_SESSIONS)):
+                self._leave(seq, planted)
+
+    def _enter(self, orders: ForestOrders, failed: dict[int, SpecBranchError]) -> bool:
+        """Give rows to sessions that have none; False: this is not possible for one of them."""
+        free = iter(sorted(set(range(MOST_SESSIONS)) - {planted.row for planted in self._planted.values()}))
+        for seq, text in orders.texts.items():
+            if seq in self._planted:
+                continue
+            sequence = self._target.sequences.get(seq)
+            if sequence is None or sequence.slots.tokens or len(sequence.slots.prefix) != len(text) - 1:
+                return False
+            planted = Planted(next(free), len(text), text[-1], looks=seq in orders.looking)
+            try:
+                self._reserve(seq, planted)
+            except CacheFull as error:
+                failed[seq] = error
+                continue
+            more = {"looks": int(planted.looks)}
+            request, pages = self._target.request(seq), (planted.pages[0], planted.pages[1])
+            admission = self._forest.admission(planted.row, request, text, orders.limits[seq], pages, more)
+            self._changes[planted.row] = admission
+            self._planted[seq] = planted
+        return True
+
+    def _reserve(self, seq: int, planted: Planted) -> None:
+        """Reserve the pages of a round behind the one in flight, or raise CacheFull."""
+        length = planted.length
+        table = self._target.reserve(seq, length - 1, length + AHEAD + SENT_ROWS)
+        planted.pages[TARGET_PAGES] = list(table.pages)
+        if planted.drafts and self._draft is not None:
+            start = min(planted.draft_length, length - 1)
+            planted.pages[DRAFT_PAGES] = list(self._draft.reserve(seq, start, length + AHEAD + TAIL).pages)
+
+    def _keep_up(self, seq: int, planted: Planted, orders: ForestOrders) -> None:
+        """Note what has changed for a session since its last round; raises CacheFull if it finds no memory."""
+        before, row = [list(pages) for pages in planted.pages], planted.row
+        changes = self._changes.setdefault(row, [])
+        self._reserve(seq, planted)
+        if seq in orders.drafting and not planted.drafts and self._draft is not None:
+            self._begin_drafting(seq, planted, changes)
+        for table, pages in enumerate(planted.pages):
+            first = _first_difference(before[table], pages)
+            if first < len(pages):
+                changes.append(self._forest.page_change(row, table, pages, first))
+        looks = seq in orders.looking
+        if looks != planted.looks:
+            changes.append(self._forest.scalar_change(row, "looks", int(looks)))
+            planted.looks = looks
+
+    def _begin_drafting(self, seq: int, planted: Planted, changes: list[Written]) -> None:
+        """Let the draft work for a session from now on, if it finds memory."""
+        assert self._draft is not None
+        slots = self._draft.sequences[seq].slots
+        if slots.tokens:
+            self._draft.sequences.rewind(seq, len(slots.prefix))
+        held = min(len(slots.prefix), planted.length - 1)
+        try:
+            table = self._draft.reserve(seq, held, planted.length + AHEAD + TAIL)
+        except CacheFull:
+            return
+        planted.pages[DRAFT_PAGES], planted.draft_length, planted.drafts = list(table.pages), held, True
+        for name, number in (("drafts", 1), ("draft_length", held)):
+            changes.append(self._forest.scalar_change(planted.row, name, number))
+
+    def _launch(self, orders: ForestOrders, sessions: Sequence[int]) -> ForestFlight | None:
+        """Launch a round of some sessions; the others leave once the round before is read."""
+        staying: list[int] = []
+        for seq in sessions:
+            try:
+                self._keep_up(seq, self._planted[seq], orders)
+                staying.append(seq)
+            except CacheFull:  # it comes again once there is memory
+                pass
+        for seq in self._planted.keys() - set(staying):
+            planted = self._planted[seq]
+            planted.leaves = True
+            self._changes[planted.row] = [self._forest.scalar_change(planted.row, "state", VACANT)]
+        if not staying:
+            return None
+        row_of = {seq: self._planted[seq].row for seq in staying}
+        forest = self._first(_capacity(max(row_of.values()) + 1))
+        # A step makes four moves a row, so it is not much smaller than the one before, whose nodes may have to move.
+        rows = min(max(orders.plan.rows, len(staying), self._rows // 4), MOST_STEP_ROWS)
+        bucket = padded_bucket(rows, forest.count == 1 and rows <= SENT_ROWS, self._least, 0)
+        self._rows = bucket.rows
+        growth = self._bring(orders.plan, bucket, forest)
+        has_trees = any(self._planted[seq].drafts or self._planted[seq].looks for seq in staying)
+        reports, trees = self._verify(forest, bucket, orders.plan, growth, has_trees)
+        drafting = sum(self._planted[seq].drafts for seq in staying)
+        if drafting and orders.plan.steps and growth is not None:
+            self._grow(forest, growth, orders.plan, drafting)
+        return ForestFlight(row_of, bucket.rows, reports, trees)
+
+    def _first(self, count: int) -> Forest:
+        if count not in self._heads:
+            self._heads[count] = self._forest.first(count)
+        return self._heads[count]
+
+    def _bring(self, plan: ForestPlan, bucket: Bucket, forest: Forest) -> ForestGrowth | None:
+        """Copy the changes of rows and the plan to the device."""
+        launcher = self._target.launcher
+        changes = [change for row in self._changes.values() for change in row if len(change[1])]
+        self._changes.clear()
+        with launcher.stream.here():
+            launcher.up({})  # pending moves come first
+            if changes:
+                self._forest.scatter(launcher.transfer.up({"changes": as_pairs(changes)})["changes"])
+            return self._tables.bring(plan, bucket, forest.count, launcher)
+
+    @torch.inference_mode()
+    def _verify(
+        self, forest: Forest, bucket: Bucket, plan: ForestPlan, growth: ForestGrowth | None, has_trees: bool
+    ) -> tuple[Reading, Reading | None]:
+        """Launch the target's part of a round; returns its reports, and the trees that are verified."""
+        launcher = self._target.launcher
+        graphs, transfer = launcher.graphs, launcher.transfer
+        with launcher.stream.here():
+            send(forest, self._tables.granting(forest.count), graphs.input, bucket, launcher.spare)
+            ran = self._run(self._target, bucket, 1)
+            assert ran.results is not None
+            trees = transfer.later(forest.trees) if has_trees else None
+            settle(forest, graphs.input, bucket, graphs.step.picks, ran.results)
+            reports = transfer.later(forest.reports)
+            if plan.looks is not None and growth is not None:
+                look(forest, growth.weights, *plan.looks)
+        return reports, trees
+
+    @torch.inference_mode()
+    def _grow(self, forest: Forest, growth: ForestGrowth, plan: ForestPlan, sessions: int) -> None:
+        """Launch the draft's part of a round."""
+        assert self._draft is not None
+        target, launcher = self._target.launcher, self._draft.launcher
+        self._draft.drop_steps()
+        self._draft.flush()
+        lanes = sessions * growth.growth.lanes
+        bucket = padded_bucket(lanes, forest.count == 1, launcher.graphs.step.least, 0)
+        target.transfer.mark(target.stream.cuda).wait(launcher.stream.cuda)
+        with launcher.stream.here():
+            launcher.up({})
+            results = self._tables.no_results
+            for step in range(plan.steps + 1):
+                last = step == plan.steps
+                grow(forest, growth, results, launcher.graphs.input, bucket, launcher.spare, last)
+                if not last:
+                    ran = self._run(self._draft, bucket, ENTRIES)
+                    assert ran.results is not None
+                    results = ran.results
+        launcher.transfer.mark(launcher.stream.cuda).wait(target.stream.cuda)
+
+    def _run(self, model: ForestModel, bucket: Bucket, count: int) -> Ran:
+        """Run a step that the device has written, with the moves that it has noted there."""
+        launcher = model.launcher
+        graphs = launcher.graphs
+        if not graphs.step.moves:  # then torch computes the step, in host memory
+            counts = views(graphs.input, bucket).counts
+            assert counts is not None
+            if moved := int(counts[MOVED_COUNT]):
+                launcher.memory.move(*brought_moves(graphs.input, bucket, moved))
+        return launcher.run_brought(bucket, count)
+
+    def _read(
+        self, flight: ForestFlight, now: Mapping[int, int], texts: Mapping[int, Sequence[int]]
+    ) -> dict[int, ForestReport]:
+        """Wait for a round, and bring the target's sequences in line with it."""
+        reports = flight.reports()
+        self._unread = False
+        trees = flight.trees() if flight.trees is not None else None
+        head, found = len(REPORT_FIELDS), dict[int, ForestReport]()
+        for seq, row in now.items():
+            count, state, placed, draft_length, nodes, root_scored = reports[row, :head].tolist()
+            planted, sequence = self._planted.get(seq), self._target.sequences.get(seq)
+            tokens: list[int] = reports[row, head : head + count].tolist()
+            ended = ENDS.get(state)
+            if sequence is None or (not count and state == DECODING):
+                continue
+            if tokens:
+                # Moves of accepted nodes are made by the round behind this one, if the session takes part there.
+                moved = planted is not None and self._flight is not None and seq in self._flight.row_of
+                held = [texts[seq][-1], *tokens[:-1]]
+                sequence.slots.prefix.extend(held if moved and ended is None else held[:placed])
+                self._target.forget_rows(seq)
+            tree = NO_TREE if trees is None else read_tree(trees[row, :nodes], bool(root_scored))[0]
+            found[seq] = ForestReport(tuple(tokens), tree, ended)
+            if planted is not None:
+                planted.length += count
+                planted.last = tokens[-1] if tokens else planted.last
+                planted.draft_length = max(planted.draft_length, draft_length)
+                if planted.leaves:
+                    self._leave(seq, planted)
+        return found
+
+
+def _capacity(sessions: int) -> int:
+    """Return the number of rows for so many sessions."""
+    return next(one for one in CAPACITIES if one >= sessions)
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return where two lists begin to differ, or where the shorter one ends."""
+    alike = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(alike) if a != b), min(len(one), len(other)))
+
+
+class PlanTables:
+    """A plan in device memory, one piece: prices of the verify, how trees grow, and the chances of candidates."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._granting = new_granting(MOST_SESSIONS, device)
+        sizes = (self._granting.prices.shape[0], len(GROWTH_SCALARS) + LANES, sum(CHANCE_PARTS.values()))
+        self._all = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        prices, growth, chances = torch.split(self._all, list(sizes))
+        self._granting = replace(self._granting, prices=prices)
+        self._growth, self._chances, self._device = growth, chances, device
+        self._now, self._wants = (
+            torch.zeros(MOST_SESSIONS, count, dtype=torch.int32, device=device) for count in (LANES, len(WANT_FIELDS))
+        )
+        self._total = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.no_results = torch.zeros(1, 4 + 2 * ENTRIES, device=device)
+        self._brought: tuple[ForestPlan, Bucket] | None = None
+        self._made = ForestGrowth(
+            Growth((FREE,), NO_CHANCES), self._growth, Weights(NO_CHANCES, self._chances), self._now, self._wants,
+            self._total,
+        )  # fmt: skip
+
+    @property
+    def weights(self) -> Weights:
+        """What trees are weighed by."""
+        return self._made.weights
+
+    def growth_of(self, sessions: int) -> ForestGrowth:
+        """Return how the trees of so many sessions grow."""
+        return replace(self._made, now=self._now[:sessions], wants=self._wants[:sessions])
+
+    def granting(self, sessions: int) -> Granting:
+        """Return the scratch memory for so many sessions."""
+        whole = self._granting
+        offers = whole.reaches.shape[1]
+        return Granting(
+            whole.reaches[:sessions], whole.offered[:sessions], whole.depths[:sessions], whole.ranks[:sessions],
+            whole.ranked[: sessions * offers], whole.now[:sessions], whole.prices, whole.total,
+        )  # fmt: skip
+
+    def bring(self, plan: ForestPlan, bucket: Bucket, sessions: int, launcher: StepLauncher) -> ForestGrowth | None:
+        """Copy a plan to the device unless it is there; returns how trees grow."""
+        if self._brought != (plan, bucket):
+            # Rows within the bucket cost nothing more, so all go to the likeliest nodes.
+            prices = price_numbers(self._granting, 0.0, [0.0] * bucket.rows, 0, min(plan.rows, bucket.rows))
+            parts = [prices]
+            if plan.growth is not None:
+                within, numbers = growth_numbers(plan.growth)
+                padded = np.zeros(self._growth.shape[0])
+                padded[: len(numbers)] = numbers
+                parts += [padded, chance_numbers(within.chances)]
+                self._made = replace(self._made, growth=within, weights=Weights(within.chances, self._chances))
+            launcher.transfer.into(self._all, np.concatenate(parts))
+            self._brought = plan, bucket
+        return None if plan.growth is None else self.growth_of(sessions)
+
+
+def joins(request: Request, in_graph: bool) -> bool:
+    """True if the device can decode a request by itself; `in_graph`: the graph of a step chooses its tokens."""
+    plain = request.params.logprobs is None and not request.params.min_tokens and not request.wants_forecast
+    return in_graph and plain and not request.is_constrained and fitting_ending_ids(request) is not None

@@ -1,0 +1,210 @@
+"""Rounds of draft trees on the device, here on the CPU with the kernels' twins: no text changes, whoever takes part."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.forest import FOREST_VARIABLE
+from specbranch.core.loop import Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.prefill_budget import RoundLimits
+from specbranch.core.request import Request
+from specbranch.core.scheduler import Scheduler
+from specbranch.core.session import Session
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
+from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.loading import load_native
+from tiers import tiered
+from tiny_models import saved, some_tokens, tiny
+from toybench import SHARED, Timeless, run_out
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CONTEXT = 400
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A target, and a draft that is the target with its weights disturbed, so that it agrees now and then."""
+    folder: Path = tmp_path_factory.mktemp("pair")
+    target = tiny("llama")
+    saved(target, folder / "target")
+    torch.manual_seed(5)
+    for parameter in target.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.08)
+    saved(target, folder / "draft")
+    big, small = (
+        load_native(folder / name, context_length=CONTEXT, dtype="float64").decoder for name in ("target", "draft")
+    )
+    return big, small
+
+
+@pytest.fixture(autouse=True)
+def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(FOREST_VARIABLE, "1")
+    yield
+
+
+class Noting(Serial):
+    """Counts rounds of the forest, those that were launched ahead, and other rounds."""
+
+    forests = others = ahead = 0
+
+    def decode_forest(self, *given: Any) -> Any:
+        found = super().decode_forest(*given)
+        self.forests += found is not None
+        self.ahead += found is not None and bool(found.launched)
+        return found
+
+    def run(self, orders: Any) -> Any:
+        self.others += 1
+        return super().run(orders)
+
+
+def executor(decoders: tuple[Any, Any], pages: int | None = None, draft: bool = True) -> Noting:
+    big, small = (GpuRunner(decoder, CONTEXT, pages=pages) for decoder in decoders)
+    return Noting(Verifier(big), Drafter(small) if draft else None)
+
+
+def session_of(number: int, prompt: list[int], **params: Any) -> Session:
+    request = Request(SamplingParams(**params), seed=number, prompt_length=len(prompt), eos_ids=(7,))
+    return Session(number, prompt, request, CONTEXT)
+
+
+def start(loop: Loop, session: Session, method: str = "specbranch") -> None:
+    config = SpeculativeConfig(method=method, num_speculative_tokens=4)
+    loop.join(session, METHODS[method].start(session, config, Timeless(SHARED)))
+
+
+def alone(decoders: tuple[Any, Any], session: Session) -> Session:
+    """The same request by plain decoding."""
+    prompt = session.tokens[: session.request.prompt_length]
+    other = Session(session.number, prompt, session.request, session.limit, session._watch)
+    loop = Loop(Serial(Verifier(GpuRunner(decoders[0], CONTEXT))))
+    config = SpeculativeConfig(method="autoregressive")
+    loop.join(other, METHODS["autoregressive"].start(other, config, Timeless(SHARED)))
+    run_out(loop)
+    return other
+
+
+def assert_as_alone(decoders: tuple[Any, Any], sessions: list[Session]) -> None:
+    for session in sessions:
+        plain = alone(decoders, session)
+        assert session.error is None, session.error
+        assert (session.tokens, session.finished) == (plain.tokens, plain.finished), session.number
+        session.stats.check()
+
+
+@pytest.mark.parametrize("temperature", tiered([0.9, 0.0], (0.9).__eq__))
+@pytest.mark.parametrize("method", tiered(["specbranch", "tree", "auto"], "specbranch".__eq__))
+def test_a_lone_session_has_the_text_of_plain_decoding(
+    method: str, temperature: float, decoders: tuple[Any, Any]
+) -> None:
+    works = executor(decoders)
+    for number, length in enumerate((3, 40, 150)):
+        loop, session = (
+            Loop(works),
+            session_of(number, some_tokens(length, seed=number), temperature=temperature, max_tokens=60),
+        )
+        start(loop, session, method)
+        run_out(loop)
+        assert_as_alone(decoders, [session])
+        works.target.runner.check()
+        works.draft.runner.check()
+    assert works.forests > 20 and works.ahead > 15
+    assert session.stats.accepted > 0 and session.stats.drafted > session.stats.accepted
+
+
+def random_request(rng: random.Random, number: int) -> tuple[Session, str]:
+    """A request for a batch: most can take part in rounds of the forest, some cannot."""
+    prompt = some_tokens(rng.choice((2, 30, 90, 200)), seed=rng.randrange(3))
+    params: dict[str, Any] = {"temperature": rng.choice((0.0, 0.8, 1.2)), "max_tokens": rng.choice((1, 2, 20, 50))}
+    method = rng.choice(("specbranch", "specbranch", "specbranch", "auto", "tree", "autoregressive"))
+    if rng.random() < 0.05:
+        params["top_p"] = 0.9
+    if rng.random() < 0.05:
+        method = rng.choice(("lookup", "speculative", "pearl"))
+    session = session_of(number, prompt, **params)
+    if rng.random() < 0.3:  # as a stop string does
+        ends = rng.randrange(60)
+        session._watch = lambda token: token == ends
+    return session, method
+
+
+@pytest.mark.parametrize("seed", tiered(range(8), (2).__eq__))
+def test_sessions_that_come_and_go_have_their_texts_of_plain_decoding(seed: int, decoders: tuple[Any, Any]) -> None:
+    rng, works = random.Random(seed), executor(decoders)
+    chunk = works.target.runner.prefill_chunk
+    loop = Loop(works, limits=RoundLimits(prefill_chunk=chunk, prompt_tokens=max(64, chunk), prompt_tokens_alone=512))
+    waiting = [random_request(rng, number) for number in range(12)]
+    sessions, gone, paused = [session for session, _ in waiting], set[int](), set[int]()
+    while waiting or loop.live:
+        while waiting and rng.random() < 0.4 and len(loop.members) < 6:
+            session, method = waiting.pop()
+            start(loop, session, method)
+        live = [member.session for member in loop.members.values()]
+        if live and rng.random() < 0.05:  # cancelled
+            session = rng.choice(live)
+            gone.add(session.number)
+            loop.remove(session)
+        if live and rng.random() < 0.1 and (one := rng.choice(live)).number in loop.members:
+            loop.set_paused(one, one.number not in paused)
+            paused ^= {one.number}
+        if live and rng.random() < 0.05 and (one := rng.choice(live)).number in loop.members:
+            loop.preempt(one)
+            loop.resume(one)
+        if not loop.can_step:
+            for number in list(loop.members):
+                loop.set_paused(loop.members[number].session, False)
+            paused = set()
+        loop.step()
+    assert works.forests > 5
+    assert_as_alone(decoders, [session for session in sessions if session.number not in gone])
+    for worker in (works.target, works.draft):
+        worker.runner.check()
+        assert worker.runner.kv_slots_free == worker.runner.kv_slots
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_too_small_for_all_preempts_and_changes_no_text(decoders: tuple[Any, Any]) -> None:
+    works = executor(decoders, pages=5)
+    loop = Loop(works)
+    scheduler = Scheduler(loop, most=4)
+    sessions = [session_of(n, some_tokens(90, seed=n), temperature=0.8, max_tokens=150) for n in range(5)]
+    for session in sessions:
+        config = SpeculativeConfig(method="specbranch")
+        scheduler.submit(session, partial(METHODS["specbranch"].start, session, config, Timeless(SHARED)))
+    for _ in range(3000):
+        if not scheduler.tickets:
+            break
+        scheduler.step()
+    assert works.forests > 10
+    assert_as_alone(decoders, sessions)
+
+
+def test_without_a_draft_looked_up_tokens_are_verified(decoders: tuple[Any, Any]) -> None:
+    works = executor(decoders, draft=False)
+    loop, prompt = Loop(works), some_tokens(12) * 6
+    session = session_of(1, prompt, temperature=0.0, max_tokens=80)
+    start(loop, session, "auto")
+    run_out(loop)
+    assert_as_alone(decoders, [session])
+    assert works.forests > 5 and works.others < 3
+
+
+def test_a_warm_up_leaves_no_session_and_changes_nothing(decoders: tuple[Any, Any]) -> None:
+    works = executor(decoders)
+    works.target.runner._forest_with(works.draft.runner).warm_up((3, 1))
+    loop, session = Loop(works), session_of(1, some_tokens(30), temperature=0.0, max_tokens=20)
+    start(loop, session)
+    run_out(loop)
+    assert_as_alone(decoders, [session])
