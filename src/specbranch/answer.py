@@ -112,12 +112,14 @@ class Answer:
         tokenizer: Tokenizer,
         decoding: Decoding,
         forced: tuple[int, ...] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         """`limit`: tokens of prompt and answer together. `forced`: tokens that the answer starts with, whatever the
-        target would choose."""
+        target would choose. `shown`: special tokens that are part of the text."""
         params = request.params
         self.decoding, self.forced = decoding, forced
-        self._reader = StopStrings(params.stop, Detokenizer(tokenizer), params.min_tokens)
+        decoder = tokenizer.showing(shown) if shown else tokenizer
+        self._reader = StopStrings(params.stop, Detokenizer(decoder), params.min_tokens)
         self._texts: list[str] = []  # of each decoded token
         self._pieces: list[Piece] = []  # those that were taken
         self._rest = ""  # text that was held back until the end

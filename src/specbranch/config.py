@@ -86,6 +86,9 @@ class SamplingParams:
         regex: the answer matches this regular expression as a whole. Default None.
         choice: the answer is one of these strings. Default: none.
         grammar: the answer follows this grammar, in Lark's or llama.cpp's syntax. Default None.
+        reasoning: the opening and closing markers of reasoning, such as ("<think>", "</think>"). Reasoning at the start
+            of the answer is free, and the grammar begins behind it. The opening marker "" means that the prompt has
+            opened it. Default: none; the grammar begins at once.
     """
 
     temperature: float = 0.0
@@ -108,6 +111,7 @@ class SamplingParams:
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
+    reasoning: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_constraint()
@@ -148,6 +152,11 @@ class SamplingParams:
         object.__setattr__(self, "choice", tuple(choices))
         _require(all(self.choice), "choice", self.choice, "strings that are not empty")
         object.__setattr__(self, "json_schema", schema_text(self.json_schema))
+        markers = self.reasoning
+        are_texts = isinstance(markers, (list, tuple)) and all(isinstance(one, str) for one in markers)
+        pair = are_texts and (not markers or (len(markers) == 2 and bool(markers[1])))
+        _require(pair, "reasoning", markers, "an opening and a closing marker, as ('<think>', '</think>')")
+        object.__setattr__(self, "reasoning", tuple(markers))
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             _require(value is None or (isinstance(value, str) and bool(value)), name, value, "a text")

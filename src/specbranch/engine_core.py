@@ -170,14 +170,20 @@ class EngineCore:
         return tuple(ids)
 
     def make_samples(
-        self, prompt: list[int], params: SamplingParams, decoding: Decoding, predicted: Sequence[int] = ()
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        decoding: Decoding,
+        predicted: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> list[Answer]:
         """Make the n unfinished answers of one prompt: they share the seed, and each has its sample number.
 
-        `predicted`: the tokens that the caller expects; lookup proposes them.
+        `predicted`: the tokens that the caller expects; lookup proposes them. `shown`: special tokens that are part of
+        the text.
         """
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        samples = [self.make_answer(prompt, params, decoding, seed, sample) for sample in range(params.n)]
+        samples = [self.make_answer(prompt, params, decoding, seed, sample, shown=shown) for sample in range(params.n)]
         for answer in samples if predicted else ():
             answer.session.prediction = Prediction(predicted)
         return samples
@@ -191,8 +197,10 @@ class EngineCore:
         sample: int = 0,
         forced: tuple[int, ...] = (),
         max_new_tokens: int | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> Answer:
-        """Make one unfinished answer. It starts with the `forced` tokens, and has at most `max_new_tokens` tokens."""
+        """Make one unfinished answer. It starts with the `forced` tokens, and has at most `max_new_tokens` tokens. Its
+        text has the special tokens `shown`, and no others."""
         self.check_length(prompt)
         rule, ends = decoding.config.rule, self.tokenizer.eos_ids
         request = Request(params, seed, len(prompt), sample, rule, ends, decoding.wants_forecast)
@@ -201,7 +209,7 @@ class EngineCore:
         limit = self.context_length
         if max_new_tokens is not None:
             limit = min(limit, len(prompt) + max_new_tokens)
-        return Answer(next(self.models.numbers), prompt, request, limit, self.tokenizer, decoding, forced)
+        return Answer(next(self.models.numbers), prompt, request, limit, self.tokenizer, decoding, forced, shown)
 
     def make_scoring(self, ids: list[int], top: int) -> Answer:
         """Make an unfinished answer that scores a text: its prompt is the first token, and all others are forced."""

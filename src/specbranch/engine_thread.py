@@ -156,7 +156,8 @@ class EngineThread:
         if wish.scored:
             return [core.make_scoring(wish.prompt, wish.params.logprobs or 0)]
         decoding = self._llm.decoding if wish.config == self._llm.config else core.decoding(wish.config)
-        samples = core.make_samples(wish.prompt, wish.params, decoding, wish.predicted)
+        shown = wish.options.shown_tokens
+        samples = core.make_samples(wish.prompt, wish.params, decoding, wish.predicted, shown)
         return samples if wish.sample is None else [samples[wish.sample]]
 
     def _deliver(self) -> None:

@@ -64,6 +64,7 @@ class RequestOptions:
             Default None: no deadline.
         on_round: called after each round of the first sample with what both models did. The engine's thread calls it,
             so it has to be quick. Default None.
+        shown_tokens: special tokens that are part of the text, such as the markers of tool calls. Default: none.
         prediction: the text that the answer is expected to have, or its token ids. Lookup proposes it to the target, so
             what is right of it comes sooner. The answer is the same, whatever the prediction says. Default None.
     """
@@ -73,6 +74,7 @@ class RequestOptions:
     priority: int = 0
     deadline: float | None = None
     on_round: RoundWatcher | None = None
+    shown_tokens: frozenset[int] = frozenset()
     prediction: str | Sequence[int] | None = None
 
     def __post_init__(self) -> None:

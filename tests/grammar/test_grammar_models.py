@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +26,6 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "gbnf": {"grammar": 'root ::= "yes" | "no" [0-9]+ "."'},
     "lark": {"grammar": 'start: "<" WORD ">" WORD "</" WORD ">"\nWORD: /[a-z]{1,4}/'},
 }
-
-
-@pytest.fixture(scope="module")
-def llm(pair: tuple[str, str]) -> Iterator[LLM]:
-    options = {"context_length": 256, "keep_experience": False}
-    with LLM(*pair, "specbranch", dtype="float64", device="cpu", options=options) as loaded:
-        yield loaded
 
 
 def same(one: Output, other: Output) -> bool:
@@ -84,11 +76,13 @@ def test_a_batch_of_grammars_gives_what_each_gives_alone(llm: LLM, method: str, 
 @pytest.mark.slow
 def test_an_answer_in_another_process_than_its_draft_is_the_same(pair: tuple[str, str], llm: LLM) -> None:
     params = SamplingParams(max_tokens=190, temperature=0.8, seed=5, **CONSTRAINTS["schema"])
-    plain = llm.using(method="autoregressive").generate(PROMPT, params)
+    several = params, replace(params, reasoning=("", "e"))
+    plain = [llm.using(method="autoregressive").generate(PROMPT, one) for one in several]
     options = {"context_length": 256, "keep_experience": False}
     with LLM(*pair, dtype="float64", device="cpu", executor="process", options=options) as apart:
         for method in ("specbranch", "pearl", "speculative"):
-            assert same(apart.using(method=method).generate(PROMPT, params), plain)
+            for one, expected in zip(several, plain, strict=True):
+                assert same(apart.using(method=method).generate(PROMPT, one), expected)
 
 
 def test_the_transformers_runner_gives_valid_answers(pair: tuple[str, str]) -> None:

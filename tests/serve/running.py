@@ -73,8 +73,8 @@ class Running:
             gate.set()
 
 
-def load_tiny(pair: tuple[str, str], **given: Any) -> LLM:
-    return LLM(*pair, dtype="float64", device="cpu", options={"context_length": 480}, **given)
+def load_tiny(pair: tuple[str, str], context_length: int = 480, **given: Any) -> LLM:
+    return LLM(*pair, dtype="float64", device="cpu", options={"context_length": context_length}, **given)
 
 
 @contextmanager

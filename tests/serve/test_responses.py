@@ -119,14 +119,25 @@ def test_events_are_named_and_all_fields_are_there(served: Running) -> None:
         ({"background": True}, "background", "nothing is answered in the background"),
         ({"conversation": "conv_1"}, "conversation", "no conversation is stored here"),
         ({"truncation": "auto"}, "truncation", "an input is never cut"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "only text is written so far"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text", 'expected {"type": "json_schema"'),
+        ({"text": {"format": {"type": "xml"}}}, "text", "text.format is {'type': 'xml'}; expected"),
+        ({"text": {"verbosity": "low"}}, "verbosity", "there is no such switch here"),
+        ({"text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}}, "text", "Give one"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0]"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"messages": []}, "messages", "'messages' is a parameter of /v1/chat/completions"),
         ({"max_tokens": 5}, "max_tokens", "not of /v1/responses"),
         ({"inptu": 1}, "inptu", "inptu"),
         ({"input": []}, "input", "expected a text, or a list of messages"),
         ({"input": 5}, "input", "expected a text, or a list of messages"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "input[0].role: expected one of system, developer"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input", "tools come later"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input", "input[0] has no output"),
+        ({"input": [{"type": "function_call", "call_id": "c"}]}, "input", "input[0] has no name"),
+        (
+            {"input": [{"type": "computer_call", "call_id": "c"}]},
+            "input",
+            "function_call_output and reasoning",
+        ),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "an item has to be sent itself"),
         ({"input": [{"content": "x"}]}, "input", "input[0] has no role"),
         ({"input": [{"role": "user"}]}, "input", "input[0] (user) has no content"),
@@ -144,6 +155,33 @@ def test_what_is_not_answered_is_refused_by_name(served: Running, given: Any, pa
     status, error = served.error("/v1/responses", {"input": "Hello", **given})
     assert status == 400 and error["param"] == param and said in error["message"], error
     assert served.is_idle()
+
+
+def test_the_text_follows_its_format(client: openai.OpenAI, served: Running) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form: Any = {"format": {"type": "json_schema", "name": "f", "schema": schema, "strict": True}}
+    found = create(client, input=TALK, text=form, max_output_tokens=80)
+    assert json.loads(found.output_text)["a"] in (1, 2) and found.status == "completed"
+    assert found.text.format.type == "json_schema" and found.text.format.schema_ == schema
+    body = {"messages": TALK, "temperature": 0.8, "seed": 7, "max_tokens": 80}
+    given = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    chat = served.post("/v1/chat/completions", {**body, "response_format": given}).json()
+    assert chat["choices"][0]["message"]["content"] == found.output_text
+    bias = {served.engine.tokenizer.encode("}", add_special=False)[0]: 100}
+    some = create(client, input=TALK, text={"format": {"type": "json_object"}}, extra_body={**SEED, "logit_bias": bias})
+    assert isinstance(json.loads(some.output_text), dict)
+
+
+def test_the_client_parses_a_model_of_its_own(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    pydantic = pytest.importorskip("pydantic")
+
+    class Colour(pydantic.BaseModel):
+        bright: bool
+
+    parsed = client.responses.parse(model="tiny", input="Hello", text_format=Colour, max_output_tokens=100)
+    assert isinstance(parsed.output_parsed, Colour)
 
 
 def test_neutral_values_are_accepted(served: Running) -> None:

@@ -14,7 +14,9 @@ import pytest
 
 from small_tokenizers import KINDS, SENTENCES, SPECIAL, byte_level, save
 from specbranch.errors import BadParameter, ModelError
+from specbranch.text.chat_template import ChatTemplate
 from specbranch.text.conversion import GGUF_CLASSES, _tokenizer_class
+from specbranch.text.detokenizer import Detokenizer
 from specbranch.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -364,3 +366,30 @@ def test_what_ends_a_text_is_what_the_gguf_says(tmp_path: Path) -> None:
     config = json.loads((kept / "tokenizer_config.json").read_text())
     (kept / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<s>"}))
     assert len(ours.eos_ids) == 1 and Tokenizer.from_gguf(path, tmp_path / "cache").eos_ids == ours.eos_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_that_are_shown_are_text_and_others_are_not(kind: str) -> None:
+    backend = KINDS[kind]()
+    backend.add_special_tokens(["[TOOL_CALLS]", "[OTHER]"])
+    tokenizer = Tokenizer(backend, {"bos_token": "<s>"})
+    shown = tokenizer.special_ids(["[TOOL_CALLS]", "branch", "<never>"])
+    assert len(shown) == 1
+    parts = [tokenizer.encode(text, add_special=False) for text in ("A branch", "[OTHER]", "[TOOL_CALLS]", "guess")]
+    ids = [token for part in parts for token in part]
+    reader = Detokenizer(tokenizer.showing(shown))
+    text = reader.feed(ids) + reader.finish()
+    assert "[TOOL_CALLS]" in text and "[OTHER]" not in text
+    assert text.replace("[TOOL_CALLS]", "").replace(" ", "") == "Abranchguess"
+
+
+def test_a_template_of_its_own_for_tools_is_used_for_them(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    templates = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
+    config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer, talk = Tokenizer.from_folder(tmp_path), [{"role": "user", "content": "x"}]
+    assert tokenizer.chat_text(talk) == "plain" and tokenizer.chat_text(talk, tools=[{}]) == "1 tools"
+    assert tokenizer.tool_template is not None and tokenizer.tool_template.takes_tools
+    assert not ChatTemplate("These tools are text. {{ messages }}", {}).takes_tools

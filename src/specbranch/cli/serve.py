@@ -27,6 +27,18 @@ _server, _keys, _limits = (options_of(title) for title in ("Server", "Keys", "Li
     help="Host name that clients may use for this server, e.g. behind a proxy; may be repeated [any; "
     "on 127.0.0.1 only that].",
 )
+@_server(
+    "--tool-call-parser",
+    metavar="NAME",
+    help="Format of tool calls, in which they are read and forced: hermes, qwen3_coder, llama3_json or mistral [the "
+    "one that the chat template shows].",
+)
+@_server(
+    "--reasoning-parser",
+    metavar="NAME",
+    help="Format of reasoning, behind which grammars begin: think (<think>), mistral ([THINK]), or none: it stays part "
+    "of the text [the one that the chat template shows].",
+)
 @_server("--log-text", is_flag=True, help="Log prompts and answers; by default no log line contains either.")
 @_keys("--keys", type=PATH, metavar="FILE", help="Serve only clients that have a key in this file.")
 @_keys(

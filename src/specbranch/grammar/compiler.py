@@ -20,6 +20,7 @@ from specbranch.core.grammar import Constraint
 from specbranch.errors import BadParameter
 from specbranch.extras import LLGUIDANCE
 from specbranch.grammar.parser import GuidanceParser
+from specbranch.grammar.reasoning import behind_reasoning
 
 MOST_CHARACTERS = 200_000  # of a schema or a grammar
 DEEPEST_SCHEMA = 64  # levels of a JSON schema
@@ -31,6 +32,7 @@ MOST_COMPILED = 64  # grammars in the cache
 WHITESPACE = r" |\n {0,24}|\n\t{0,12}"
 
 Found = TypeVar("Found")
+Key = tuple[ConstraintKind, str, tuple[str, ...]]  # kind and text of a grammar, and the markers of reasoning before it
 
 
 class Vocabulary(Protocol):
@@ -40,6 +42,10 @@ class Vocabulary(Protocol):
 
     def definition(self) -> str:
         """Return the tokenizer as tokenizer.json has it."""
+        ...
+
+    def added_id(self, text: str) -> int | None:
+        """Return the added token that a text is; None if it is none."""
         ...
 
 
@@ -56,7 +62,7 @@ class Grammars:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._cache: OrderedDict[tuple[ConstraintKind, str], _Compiled] = OrderedDict()
+        self._cache: OrderedDict[Key, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._running = threading.Semaphore(COMPILED_AT_ONCE)
 
@@ -68,45 +74,46 @@ class Grammars:
         """Return the constraint of one answer; None if its parameters name none. `ends`: the tokens that end it."""
         if params.constraint is None:
             return None
-        LLGUIDANCE.require("or leave out json_schema, regex, choice and grammar")
-        compiled = self._found(*params.constraint)
+        LLGUIDANCE.require("or leave out json_schema, regex, choice, grammar and tool calls that are forced or strict")
+        compiled = self._found((*params.constraint, params.reasoning))
         return Constraint(partial(GuidanceParser, compiled.matcher, self._tokenizer.eos_tokens), ends)
 
-    def _found(self, kind: ConstraintKind, text: str) -> _Compiled:
+    def _found(self, key: Key) -> _Compiled:
         """Return a compiled grammar from the cache, or compile it."""
         with self._lock:
-            found = self._cache.get((kind, text))
+            found = self._cache.get(key)
         if found is None:
-            _check(kind, text)
+            kind, text, _ = key
+            check_size(kind, text)
             self._tokenizer  # noqa: B018  (made outside the time that a grammar has)
-            found = self._compiled_in_time(kind, text)
+            found = self._compiled_in_time(key)
         with self._lock:
-            self._cache[kind, text] = found
-            self._cache.move_to_end((kind, text))
+            self._cache[key] = found
+            self._cache.move_to_end(key)
             while len(self._cache) > MOST_COMPILED:
                 self._cache.popitem(last=False)
         if found.error:
             raise BadParameter(found.error)
         return found
 
-    def _compiled_in_time(self, kind: ConstraintKind, text: str) -> _Compiled:
+    def _compiled_in_time(self, key: Key) -> _Compiled:
         if not self._running.acquire(timeout=COMPILE_SECONDS):
             raise BadParameter("Other grammars are being compiled and take too long. Send the request again.")
         with self._lock:
-            made = self._cache.get((kind, text))
+            made = self._cache.get(key)
         if made is not None:  # by another request, while this one waited
             self._running.release()
             return made
-        late = f"{kind} takes more than {COMPILE_SECONDS:g} s to compile. Make it simpler."
-        return _within(COMPILE_SECONDS, lambda: self._compile(kind, text), self._running.release) or _Compiled(
-            None, late
-        )
+        late = f"{key[0]} takes more than {COMPILE_SECONDS:g} s to compile. Make it simpler."
+        return _within(COMPILE_SECONDS, lambda: self._compile(*key), self._running.release) or _Compiled(None, late)
 
-    def _compile(self, kind: ConstraintKind, text: str) -> _Compiled:
+    def _compile(self, kind: ConstraintKind, text: str, reasoning: tuple[str, ...]) -> _Compiled:
         import llguidance
 
         try:
             grammar = _grammar_text(kind, text)
+            if reasoning:
+                grammar = behind_reasoning(grammar, reasoning[0], reasoning[1], self._vocabulary.added_id)
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         except Exception as error:  # whatever the library raises about a grammar
             return _Compiled(None, _refusal(kind, str(error)))
@@ -133,7 +140,7 @@ class Grammars:
             ) from error
 
 
-def _check(kind: ConstraintKind, text: str) -> None:
+def check_size(kind: ConstraintKind, text: str) -> None:
     """Refuse what is too large, before anything parses it."""
     if len(text) > MOST_CHARACTERS:
         raise BadParameter(f"{kind} has {len(text)} characters; expected at most {MOST_CHARACTERS}. Make it smaller.")

@@ -40,6 +40,7 @@ class New(NamedTuple):
 
     text: str
     logprobs: BaseModel | None = None
+    choice: BaseModel | None = None  # set for what is no text, such as a tool call: this is sent instead
 
 
 class AnswerEvents:
@@ -135,17 +136,20 @@ class AnswerEvents:
         if index in self._heard:
             self._answering.serving.metrics.chunk(now - self._heard[index])
         self._heard[index] = now
-        if chunk.pieces and (new := self._form.news(index, chunk.pieces)) is not None:
-            self._waiting.append(self._part(index, new))
+        if chunk.pieces:
+            self._waiting += [self._part(index, new) for new in self._form.news(index, chunk.pieces)]
         if chunk.rest:
-            self._waiting.append(self._part(index, New(chunk.rest)))
+            self._waiting += [self._part(index, new) for new in self._form.rest(index, chunk.rest)]
         if chunk.output is not None:
             self._answering.finish(index, chunk.output)
             self._running.discard(index)
+            self._waiting += [self._part(index, new) for new in self._form.held_back(index)]
             self._waiting.append(self._event(self._form.end(index, reason_of(chunk.output))))
 
     def _part(self, index: int, new: New) -> bytes:
-        """Return new text as an event."""
+        """Return what is new as an event."""
+        if new.choice is not None:
+            return self._event(new.choice)
         if self._options.continuous_usage_stats:  # then each event has other numbers
             return self._event(self._form.part(index, new))
         if index not in self._templates:

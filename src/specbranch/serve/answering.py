@@ -45,6 +45,7 @@ class Prepared:
     stream: StreamOptions | None = None  # None: it is answered as a whole
     scored: int | None = None  # top tokens to report at each position of the prompts; None: no scores of prompts
     generates: bool = True  # False: only the prompts are scored
+    reasoning: Callable[[Output], int] | None = None  # counts an answer's tokens of reasoning; None: there is none
 
     @property
     def choices(self) -> int:
@@ -62,9 +63,17 @@ class Form(Protocol):
         """Return what a stream starts with, before any text; None for nothing."""
         ...
 
-    def news(self, index: int, pieces: Sequence[Piece]) -> New | None:
-        """Return new tokens as text, with their log-probabilities if they were requested; None if there is nothing to
-        send."""
+    def news(self, index: int, pieces: Sequence[Piece]) -> Sequence[New]:
+        """Return new tokens as text, with their log-probabilities if they were requested; nothing if there is nothing
+        to send."""
+        ...
+
+    def rest(self, index: int, text: str) -> Sequence[New]:
+        """Return text that came without a new token."""
+        ...
+
+    def held_back(self, index: int) -> Sequence[New]:
+        """Return what a parser has held back, as the answer is finished."""
         ...
 
     def part(self, index: int, new: New) -> BaseModel:
@@ -195,7 +204,8 @@ class Answering:
     def usage(self) -> Usage:
         """Return the token counts of the request."""
         asked = self.prepared
-        return usage(asked.prompts, self.outputs, asked.params.n, asked.options.prediction is not None)
+        predicted = asked.options.prediction is not None
+        return usage(asked.prompts, self.outputs, asked.params.n, predicted, asked.reasoning)
 
     def envelope(self, choices: list[BaseModel], kind: str, **fields: Any) -> BaseModel:
         """Return choices as one object, in the form's envelope."""

@@ -107,7 +107,7 @@ class CompletionForm:
         logprobs = self._of_prompt(prompt, scores[at]) if scores else None
         return CompletionChoice(index=index, text=prompt.text, logprobs=logprobs, finish_reason=None)
 
-    def news(self, index: int, pieces: Sequence[Piece]) -> New | None:
+    def news(self, index: int, pieces: Sequence[Piece]) -> list[New]:
         """Return the text of new tokens, and their log-probabilities."""
         texts = [piece.text for piece in pieces]
         text, start = "".join(texts), self._characters.get(index, 0)
@@ -116,7 +116,15 @@ class CompletionForm:
         if pieces and pieces[0].logprobs is not None:
             tokens, scores = [piece.token for piece in pieces], [piece.logprobs for piece in pieces]
             logprobs = self._spelling.completion(tokens, scores, texts, start)
-        return New(text, logprobs) if text or logprobs is not None else None
+        return [New(text, logprobs)] if text or logprobs is not None else []
+
+    def rest(self, index: int, text: str) -> list[New]:
+        """Return text that came without a new token."""
+        return [New(text)]
+
+    def held_back(self, index: int) -> list[New]:
+        """Return nothing: texts are not parsed."""
+        return []
 
     def part(self, index: int, new: New) -> CompletionChoice:
         """Return new text."""
@@ -130,8 +138,8 @@ class CompletionForm:
     def whole(self, index: int, output: Output | None, scores: PromptScores) -> CompletionChoice:
         """Return the whole text."""
         opening = self.opening(index, scores)  # first: it says where the answer starts
-        new = self.news(index, output.pieces) if output else None
-        parts = [opening, self.part(index, new) if new else None]
+        news = self.news(index, output.pieces) if output else []
+        parts = [opening, *(self.part(index, new) for new in news)]
         there = [part for part in parts if part is not None]
         logprobs = [part.logprobs for part in there if part.logprobs is not None]
         reason: Reason = reason_of(output) if output else "length"

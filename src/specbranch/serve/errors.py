@@ -49,12 +49,15 @@ EXPECTED_FORMS = {  # of parameters that have several forms, and of what is in a
     "guided_choice": "a list of texts that are not empty",
     "response_format": 'an object such as {"type": "json_object"}',
     "structured_outputs": 'an object such as {"json": {"type": "object"}}',
-    "role": "one of system, developer, user, assistant",
+    "role": "one of system, developer, user, assistant, tool",
+    "tools": 'a list of tools such as {"type": "function", "function": {"name": "f", "parameters": {…}}}',
+    "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": "f"}}',
+    "tool_calls": 'a list of calls such as {"id": "1", "function": {"name": "f", "arguments": "{}"}}',
     "content": 'a text, or a list of parts such as {"type": "text", "text": "Hello"}',
 }
 
 # may be of several types: no single part of them is wrong
-SEVERAL_FORMS = ("prompt", "stop", "logit_bias", "content", "json_schema", "guided_json")
+SEVERAL_FORMS = ("prompt", "stop", "logit_bias", "content", "tool_choice", "json_schema", "guided_json")
 
 
 class ApiError(Exception):

@@ -17,7 +17,7 @@ from specbranch import __version__
 from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.errors import ApiError
 from specbranch.serve.notes import note_of
-from specbranch.serve.prompts import chat_ids, encoded
+from specbranch.serve.prompts import chat_prompt, encoded
 from specbranch.serve.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -27,6 +27,7 @@ from specbranch.serve.protocol import (
     TokenizeResponse,
 )
 from specbranch.serve.serving import Serving, serving_of
+from specbranch.serve.tools import check_formats, described
 
 router = APIRouter(route_class=CheckedRoute)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -109,7 +110,10 @@ def _tokens(serving: Serving, asked: TokenizeRequest) -> TokenizeResponse:
     if asked.messages is None:
         ids = encoded(serving, asked.prompt or "", asked.add_special_tokens, "prompt")
     else:
-        ids = chat_ids(serving, asked.messages, add_generation_prompt=asked.add_generation_prompt)
+        if asked.tools:
+            check_formats(serving.formats, "tools")
+        tools, goes_on = described(asked.tools), asked.add_generation_prompt
+        ids = chat_prompt(serving, asked.messages, add_generation_prompt=goes_on, tools=tools).ids
     texts = [serving.spelling.text(token) for token in ids] if asked.return_token_strs else None
     length = serving.engine.context_length
     return TokenizeResponse.model_construct(count=len(ids), max_model_len=length, tokens=ids, token_strs=texts)

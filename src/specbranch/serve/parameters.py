@@ -1,7 +1,7 @@
 """The parameters of a request: which are honoured, which change nothing, which are refused and why.
 
 Owns the three classes. Types and ranges are in `protocol.py`. Invariant: no parameter that would change an answer is
-ignored in silence. A value that requests the only behaviour there is (no tools, text) is accepted.
+ignored in silence. A value that requests the only behaviour there is (text, no images) is accepted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ WITHOUT_EFFECT = (
     "user",
     "metadata",
     "store",
-    "parallel_tool_calls",
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
@@ -29,12 +28,8 @@ WITHOUT_EFFECT = (
 )
 # Refused by name, as the answer would be another one; why.
 REFUSED = {
-    "tools": "tools come later",
-    "tool_choice": "tools come later",
-    "tool_calls": "tools come later",
-    "tool_call_id": "tools come later",
-    "functions": "tools come later",
-    "function_call": "tools come later",
+    "functions": "it was replaced by tools",
+    "function_call": "it was replaced by tool_choice",
     "modalities": "only text is written",
     "audio": "only text is read and written",
     "reasoning_effort": "there is no such switch here; a template's own are set by chat_template_kwargs",
@@ -43,10 +38,9 @@ REFUSED = {
     "previous_response_id": "no response is stored here; send the whole conversation as input",
     "conversation": "no conversation is stored here; send the whole of it as input",
     "background": "nothing is answered in the background; stream it, or wait for it",
-    "text": "only text is written so far",
     "reasoning": "there is no such switch here; a template's own are set by chat_template_kwargs",
     "include": "an answer holds nothing else",
-    "max_tool_calls": "tools come later",
+    "max_tool_calls": "tools are called by the client, who counts them",
     "truncation": "an input is never cut",
     "best_of": "samples are not ranked here; ask for n of them with logprobs",
     "suffix": "text is only written at the end",
@@ -68,7 +62,7 @@ REFUSED = {
     "logits_processors": "there are none here",
     "return_token_ids": "/tokenize tells token ids",
     "return_tokens_as_token_ids": "/tokenize tells token ids",
-    "include_reasoning": "reasoning is part of the answer here",
+    "include_reasoning": "reasoning is always sent, as reasoning_content",
 }
 ANY_OBJECT = {"type": "object"}  # the schema of OpenAI's json_object
 ALIASES = {  # parameters that say what the answer follows, and the names of these in `SamplingParams`
@@ -94,13 +88,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "tool_calls": ([],),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     "background": (False,),
-    "text": ({}, {"format": {"type": "text"}}),
+    "verbosity": ("medium",),
     "reasoning": ({},),
     "include": ([],),
     "truncation": ("disabled",),
@@ -146,8 +141,15 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in neutral)  # True is not 1
 
 
-def sampling(asked: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """Return the sampling parameters for the engine."""
+def sampling(
+    asked: GenerationRequest,
+    max_tokens: int,
+    logprobs: int | None,
+    constraint: Mapping[str, Any],
+    reasoning: tuple[str, ...] = (),
+) -> SamplingParams:
+    """Return the sampling parameters for the engine. `constraint`: what the answer has to follow, behind `reasoning` in
+    these markers."""
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
     return SamplingParams(
         temperature=asked.temperature,
@@ -166,7 +168,8 @@ def sampling(asked: GenerationRequest, max_tokens: int, logprobs: int | None) ->
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         ignore_eos=asked.ignore_eos,
         logprobs=logprobs,
-        **constraint_of(asked),
+        reasoning=reasoning if constraint else (),
+        **constraint,
     )
 
 

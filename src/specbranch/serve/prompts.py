@@ -5,18 +5,23 @@ Owns the checks of a prompt before the engine sees it. Invariant: content that i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter
+from specbranch.grammar.compiler import COMPILE_SECONDS
 from specbranch.serve.answering import Prepared
 from specbranch.serve.errors import ApiError, too_long
-from specbranch.serve.parameters import decoding_options, sampling
+from specbranch.serve.parameters import constraint_of, decoding_options, sampling
 from specbranch.serve.protocol import ChatMessage, ContentPart, GenerationRequest, StreamOptions
 from specbranch.serve.serving import Serving
+from specbranch.serve.tools import AnswerFormats, ToolUse, tool_fields
 
 if TYPE_CHECKING:
     from specbranch.text.tokenizer import Tokenizer
@@ -31,6 +36,14 @@ RESERVED = (
 )  # the server sets these
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as the model reads it."""
+
+    text: str
+    ids: list[int]
+
+
 def prepared(
     serving: Serving,
     asked: GenerationRequest,
@@ -38,19 +51,50 @@ def prepared(
     max_tokens: int | None,
     logprobs: int | None,
     scored: int | None = None,
+    use: ToolUse | None = None,
+    prompt: str = "",
 ) -> Prepared:
-    """Check a request and return it as the engine takes it. `max_tokens` 0 generates nothing."""
+    """Check a request and return it as the engine takes it. `max_tokens` 0 generates nothing. `use`: the tools of a
+    conversation, `prompt`: its text."""
     _check_bias(serving, asked)
-    params = sampling(asked, max(_longest(serving, max_tokens), 1), logprobs)
-    serving.engine.compile_grammar(params)  # here, where the event loop does not wait
+    constraint = use.constraint if use else constraint_of(asked)
+    reasoning = use.reasoning(prompt) if use else ()
+    params = sampling(asked, max(_longest(serving, max_tokens), 1), logprobs, constraint, reasoning)
+    _compile(serving, params, use)
+    shown = serving.engine.tokenizer.special_ids(use.markers()) if use else frozenset[int]()
     return Prepared(
         prompts,
         params,
-        replace(decoding_options(asked), prediction=predicted_ids(serving, asked)),
+        replace(decoding_options(asked), prediction=predicted_ids(serving, asked), shown_tokens=shown),
         (asked.stream_options or StreamOptions()) if asked.stream else None,
         scored,
         generates=max_tokens != 0,
+        reasoning=partial(use.reasoning_tokens, prompt) if use and use.formats.thinking else None,
     )
+
+
+def _compile(serving: Serving, params: SamplingParams, use: ToolUse | None) -> None:
+    """Compile the grammar of a request here, where the event loop does not wait."""
+    try:
+        serving.engine.compile_grammar(params)
+    except BadParameter as error:
+        if use is None or not use.forces_calls:
+            raise
+        raise ApiError(400, unfollowed(serving, use, str(error)), param="tools") from None
+
+
+def unfollowed(serving: Serving, use: ToolUse, reason: str) -> str:
+    """Return why a grammar of tools cannot be followed, by the first function that is at fault."""
+    until = time.monotonic() + COMPILE_SECONDS
+    for tool in use.tools:
+        name, schema = tool.function.name, tool.function.parameters
+        if time.monotonic() > until:
+            break
+        try:
+            serving.engine.compile_grammar(SamplingParams(json_schema=schema or {}))
+        except BadParameter as error:
+            return f"The parameters of the function {name!r}: {error}"
+    return f"The tools of this request: {reason}"
 
 
 def predicted_ids(serving: Serving, asked: GenerationRequest) -> list[int] | None:
@@ -70,19 +114,20 @@ def deadline(serving: Serving, asked: GenerationRequest) -> float:
     return min(asked.deadline or serving.settings.timeout, serving.settings.timeout)
 
 
-def chat_ids(
+def chat_prompt(
     serving: Serving,
     messages: Sequence[ChatMessage],
     variables: dict[str, Any] | None = None,
     add_generation_prompt: bool = True,
-) -> list[int]:
-    """Return the tokens of a conversation; refuse one that is too long, if possible before it is tokenised."""
+    tools: list[dict[str, Any]] | None = None,
+) -> ChatPrompt:
+    """Return a conversation as text and tokens; refuse one that is too long, if possible before it is tokenised."""
     tokenizer, holds = serving.engine.tokenizer, serving.engine.context_length
     if len(messages) > holds:
         raise too_long(holds, f"are {len(messages)}, each of which takes more than one", "messages")
-    said = conversation(messages)
-    text = _rendered(tokenizer, said, variables, add_generation_prompt)
-    return encoded(serving, text, not tokenizer.has_chat_template, "messages")
+    said = conversation(messages, serving.formats)
+    text = _rendered(tokenizer, said, variables, add_generation_prompt, tools)
+    return ChatPrompt(text, encoded(serving, text, not tokenizer.has_chat_template, "messages"))
 
 
 def encoded(serving: Serving, text: str, add_special: bool, param: str) -> list[int]:
@@ -99,26 +144,27 @@ def check_length(serving: Serving, prompt: Sequence[int], param: str) -> None:
         raise too_long(holds, f"resulted in {len(prompt)} tokens", param)
 
 
-def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def conversation(messages: Sequence[ChatMessage], formats: AnswerFormats) -> list[dict[str, Any]]:
     """Return a conversation as a chat template takes it. The role "developer" becomes "system"."""
     said = []
     for at, message in enumerate(messages):
         where = f"messages[{at}]"
-        said.append({"role": _role(message, where), "content": _content(message, f"{where} ({message.role})")})
+        content = _content(message, f"{where} ({message.role})")
+        said.append({"role": _role(message, where), "content": content, **tool_fields(message, formats, where)})
     return said
 
 
 def _role(message: ChatMessage, where: str) -> str:
-    if message.role in ("tool", "function"):
-        raise ApiError(400, f"{where}.role is {message.role!r}: tools come later. Leave it out.", param="messages")
+    if message.role == "function":
+        raise ApiError(400, f"{where}.role is 'function', which was replaced by 'tool'. Use that.", param="messages")
     return "system" if message.role == "developer" else message.role
 
 
 def _content(message: ChatMessage, where: str) -> str:
     content = message.refusal if message.content is None else message.content
-    if content is None:
+    if content is None and not message.tool_calls:
         raise ApiError(400, f"{where} has no content; expected a text.", param="messages")
-    return content if isinstance(content, str) else "".join(text_of(part, where) for part in content)
+    return content or "" if not isinstance(content, list) else "".join(text_of(part, where) for part in content)
 
 
 def text_of(part: ContentPart, where: str, param: str = "messages") -> str:
@@ -133,7 +179,11 @@ def text_of(part: ContentPart, where: str, param: str = "messages") -> str:
 
 
 def _rendered(
-    tokenizer: Tokenizer, said: list[dict[str, Any]], variables: dict[str, Any] | None, add_generation_prompt: bool
+    tokenizer: Tokenizer,
+    said: list[dict[str, Any]],
+    variables: dict[str, Any] | None,
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """Have the model's template write a conversation. Pass on what the template raises itself, but no other error."""
     given = variables or {}
@@ -141,7 +191,7 @@ def _rendered(
         said_of = f"chat_template_kwargs has {reserved[0]!r}, which the server sets itself. Leave it out."
         raise ApiError(400, said_of, param="chat_template_kwargs")
     try:
-        return tokenizer.chat_text(said, add_generation_prompt, variables=given)
+        return tokenizer.chat_text(said, add_generation_prompt, tools, given)
     except BadParameter as error:
         if error.__cause__ is None or type(error.__cause__) is TemplateError:
             raise ApiError(400, str(error), param="messages") from None

@@ -16,9 +16,11 @@ from specbranch.serve.settings import (
     LONGEST_STOP,
     MOST_BIASES,
     MOST_LOGPROBS,
+    MOST_NAME,
     MOST_SAMPLES,
     MOST_STOP_IDS,
     MOST_STOPS,
+    MOST_TOOLS,
 )
 
 LARGEST_INTEGER = 2**63 - 1
@@ -29,7 +31,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopText = Annotated[str, Field(max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
-Reason = Literal["stop", "length"]
+Reason = Literal["stop", "length", "tool_calls"]
 
 
 def few_biases(given: Any) -> Any:
@@ -124,12 +126,57 @@ class GenerationRequest(Body):
     user: Any = None
     metadata: Any = None
     store: Any = None
-    parallel_tool_calls: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     prediction: PredictedContent | None = Field(None, description="The text that the answer is expected to have.")
+
+
+class CalledFunction(Body):
+    """What an earlier answer has called."""
+
+    name: str
+    arguments: str | dict[str, Any] = Field("{}", description="JSON, as a text.")
+
+
+class EarlierCall(Body):
+    """A tool call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # clients that repeat what a stream said
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1, max_length=MOST_NAME, pattern=r"^[\w.\-]+$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="The JSON schema of its arguments.")
+    strict: bool = False
+
+
+class Tool(Body):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"] = "function"
+    function: FunctionTool
+    cache_control: Any = None
+
+
+class ChosenFunction(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that the model has to call."""
+
+    type: Literal["function"] = "function"
+    function: ChosenFunction
 
 
 class ChatMessage(Body):
@@ -139,6 +186,10 @@ class ChatMessage(Body):
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     refusal: str | None = None
+    tool_calls: Annotated[list[EarlierCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -153,6 +204,9 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
 
 
 class CompletionRequest(GenerationRequest):
@@ -171,7 +225,8 @@ class CompletionRequest(GenerationRequest):
 
 
 class ResponseItem(Body):
-    """One item of the input of /v1/responses; only messages are read. The rest is known, to be refused by its type."""
+    """One item of the input of /v1/responses: a message, a function call, its output, or reasoning. Other types are
+    known, to be refused by name."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -179,13 +234,32 @@ class ResponseItem(Body):
     id: Any = None
     status: Any = None
     phase: Any = None
-    name: Any = None
+    name: str | None = None
     namespace: Any = None
-    arguments: Any = None
-    call_id: Any = None
-    output: Any = None
-    summary: Any = None
+    arguments: str | None = Field(None, description="Of a function call: JSON, as a text.")
+    call_id: str | None = None
+    output: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    summary: Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     encrypted_content: Any = None
+
+
+class ResponseTool(FunctionTool):
+    """A function that the model may call, as /v1/responses has it."""
+
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(Body):
+    """The function that the model has to call, as /v1/responses has it."""
+
+    type: Literal["function"] = "function"
+    name: str
+
+
+class TextOptions(Body):
+    """What the text of a response follows."""
+
+    format: dict[str, Any] | None = Field(None, description="Of type text, json_object or json_schema.")
 
 
 class ResponsesRequest(GenerationRequest):
@@ -195,6 +269,10 @@ class ResponsesRequest(GenerationRequest):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool = True
+    text: TextOptions | None = None
     n: Literal[1] = 1
     store: bool = False
 
@@ -205,6 +283,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -224,10 +303,11 @@ class CachedTokens(BaseModel):
 
 
 class CompletionDetails(BaseModel):
-    """What became of a prediction's tokens."""
+    """What became of a prediction's tokens, and how many tokens are reasoning."""
 
-    accepted_prediction_tokens: int = Field(description="Verified tokens of the prediction that are in the answer.")
-    rejected_prediction_tokens: int = Field(description="Verified tokens of the prediction that are not.")
+    accepted_prediction_tokens: int | None = Field(None, description="Verified tokens of it that are in the answer.")
+    rejected_prediction_tokens: int | None = Field(None, description="Verified tokens of it that are not.")
+    reasoning_tokens: int | None = Field(None, description="Tokens of reasoning, its markers included.")
 
 
 class Usage(BaseModel):
@@ -293,12 +373,31 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class CallText(BaseModel):
+    """A called function, or new text of its arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A tool call; in a stream what is new of it, with the number of the call."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CallText
+
+
 class AssistantMessage(BaseModel):
     """What the model said, or what is new of it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same; vLLM's name now
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -337,6 +436,37 @@ class OutputMessage(BaseModel):
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
+
+
+class ReasoningText(BaseModel):
+    """The text of reasoning."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class ReasoningItem(BaseModel):
+    """Reasoning of the model, as an item of /v1/responses."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(BaseModel):
+    """A call of the model, as an item of /v1/responses."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(BaseModel):
@@ -391,14 +521,14 @@ class ResponseObject(BaseModel):
     max_output_tokens: int | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     parallel_tool_calls: bool = True
     previous_response_id: None = None
     reasoning: dict[str, Any] = Field(default_factory=lambda: {"effort": None, "summary": None})
     store: Literal[False] = False
     temperature: float
     text: dict[str, Any] = Field(default_factory=lambda: {"format": {"type": "text"}})
-    tool_choice: str = "auto"
+    tool_choice: str | dict[str, Any] = "auto"
     tools: list[Any] = Field(default_factory=list)
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -491,6 +621,11 @@ BODY_PARTS: dict[str, type[Body]] = {  # by the parameter that holds them
     "content": ContentPart,
     "stream_options": StreamOptions,
     "speculative": SpeculativeChoice,
+    "tools": Tool,
+    "tool_choice": NamedTool,
+    "tool_calls": EarlierCall,
+    "function": FunctionTool,
     "prediction": PredictedContent,
+    "text": TextOptions,
 }
 PARAMETER_NAMES = frozenset(name for body in (*BODIES.values(), *BODY_PARTS.values()) for name in body.model_fields)

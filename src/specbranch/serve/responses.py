@@ -1,6 +1,7 @@
 """/v1/responses: OpenAI's Responses API, without stored state.
 
-Owns what its input means, its answer and its typed events. It does not own the way of a request (`answering.py`).
+Owns its answer and its typed events. It does not own what its input means (`response_input.py`), the items of its
+output (`response_items.py`), or the way of a request (`answering.py`).
 Invariant: the tokens are those that /v1/chat/completions has for the same conversation; nothing of a request is kept.
 """
 
@@ -20,26 +21,28 @@ from specbranch.answer import Output, Piece
 from specbranch.serve.answer_events import AnswerEvents, New, reason_of
 from specbranch.serve.answering import Prepared, PromptScores, respond
 from specbranch.serve.bodies import CheckedRoute
+from specbranch.serve.chat_parts import ParsedAnswer
 from specbranch.serve.errors import ApiError
 from specbranch.serve.events import STREAMED
-from specbranch.serve.prompts import chat_ids, check_length, deadline, prepared, text_of
+from specbranch.serve.prompts import chat_prompt, check_length, deadline, prepared
 from specbranch.serve.protocol import (
-    ChatMessage,
+    AssistantMessage,
     IncompleteDetails,
     InputTokensDetails,
-    OutputMessage,
-    OutputText,
+    OutputItem,
     OutputTokensDetails,
     Reason,
     ResponseFailure,
-    ResponseItem,
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
     StreamOptions,
     Usage,
 )
+from specbranch.serve.response_input import messages_of, wish_of
+from specbranch.serve.response_items import OutputItems, TypedEvent, items_of
 from specbranch.serve.serving import Serving, serving_of
+from specbranch.serve.tools import ToolUse
 from specbranch.serve.usage import answer_metrics
 
 if TYPE_CHECKING:
@@ -47,13 +50,7 @@ if TYPE_CHECKING:
 
 router = APIRouter(route_class=CheckedRoute)
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
-TOOLS_LATER = "tools come later"
-WHY_NOT = {  # items that are not read, by their type
-    "function_call": TOOLS_LATER,
-    "function_call_output": TOOLS_LATER,
-    "item_reference": "no response is stored here, so an item has to be sent itself",
-    "reasoning": "reasoning is not read; leave it out",
-}
+PLAIN_TEXT = {"format": {"type": "text"}}
 
 
 @router.post("/v1/responses", response_model=ResponseObject, responses=STREAMED)
@@ -70,35 +67,22 @@ async def responses(asked: ResponsesRequest, request: Request) -> Response:
 
 def _work(serving: Serving, asked: ResponsesRequest) -> tuple[Prepared, ResponseForm]:
     """Turn the input into what the engine takes."""
+    use = ToolUse.of(serving.formats, wish_of(asked), serving.engine.tokenizer)
     try:
-        ids = chat_ids(serving, messages_of(asked), asked.chat_template_kwargs)
+        prompt = chat_prompt(serving, messages_of(asked), asked.chat_template_kwargs, tools=use.described)
     except ApiError as error:  # of the conversation, which this endpoint calls its input
         error.param = "input" if error.param == "messages" else error.param
         raise
-    check_length(serving, ids, "input")
-    return prepared(serving, asked, [ids], asked.max_output_tokens, None), ResponseForm(asked)
+    check_length(serving, prompt.ids, "input")
+    work = prepared(serving, asked, [prompt.ids], asked.max_output_tokens, None, use=use, prompt=prompt.text)
+    return work, ResponseForm(asked, ParsedAnswer.of(use, prompt.text))
 
 
-def messages_of(asked: ResponsesRequest) -> list[ChatMessage]:
-    """Return instructions and input as one conversation."""
-    said = [ChatMessage(role="developer", content=asked.instructions)] if asked.instructions else []
-    if isinstance(asked.input, str):
-        return [*said, ChatMessage(role="user", content=asked.input)]
-    return [*said, *(_message(item, f"input[{at}]") for at, item in enumerate(asked.input))]
+class WholeAnswer(BaseModel):
+    """The parts of an answer, and how it ended."""
 
-
-def _message(item: ResponseItem, where: str) -> ChatMessage:
-    if item.type != "message":
-        why = WHY_NOT.get(item.type, "only messages are read here")
-        raise ApiError(400, f"{where} is of type {item.type!r:.60}: {why}.", code="unsupported_content", param="input")
-    if item.role is None:
-        raise ApiError(400, f"{where} has no role; expected system, developer, user or assistant.", param="input")
-    if item.content is None:
-        raise ApiError(400, f"{where} ({item.role}) has no content; expected a text.", param="input")
-    where = f"{where} ({item.role})"
-    content = item.content
-    text = content if isinstance(content, str) else "".join(text_of(part, where, "input") for part in content)
-    return ChatMessage(role=item.role, content=text)
+    deltas: list[AssistantMessage]
+    status: Literal["completed", "incomplete"]
 
 
 class ResponseForm:
@@ -107,41 +91,49 @@ class ResponseForm:
     name = "response"
     prefix = "resp"
 
-    def __init__(self, asked: ResponsesRequest) -> None:
-        self._asked = asked
+    def __init__(self, asked: ResponsesRequest, answer: ParsedAnswer) -> None:
+        self._asked, self._answer = asked, answer
 
     def opening(self, index: int, scores: PromptScores) -> None:
         """Return nothing: `ResponseEvents` opens a stream."""
         return
 
-    def news(self, index: int, pieces: Sequence[Piece]) -> New | None:
-        """Return the text of new tokens."""
-        text = "".join([piece.text for piece in pieces])
-        return New(text) if text else None
+    def news(self, index: int, pieces: Sequence[Piece]) -> list[New]:
+        """Return what new tokens bring."""
+        return self.rest(index, "".join([piece.text for piece in pieces]))
 
-    def part(self, index: int, new: New) -> OutputText:
+    def rest(self, index: int, text: str) -> list[New]:
+        """Return what text brings that came without a new token."""
+        return [New("", choice=delta) for delta in self._answer.feed(text)]
+
+    def held_back(self, index: int) -> list[New]:
+        """Return what the parser has held back, as the answer is finished."""
+        return [New("", choice=delta) for delta in self._answer.finish()]
+
+    def part(self, index: int, new: New) -> AssistantMessage:
         """Return new text."""
-        return output_text(new.text)
+        return AssistantMessage(content=new.text)
 
-    def end(self, index: int, reason: Reason) -> OutputText:
-        """Return no further text: `ResponseEvents` knows by the output how it ends."""
-        return output_text("")
+    def end(self, index: int, reason: Reason) -> AssistantMessage:
+        """Return nothing further: `ResponseEvents` knows by the output how it ends."""
+        return AssistantMessage()
 
-    def whole(self, index: int, output: Output | None, scores: PromptScores) -> OutputMessage:
-        """Return the whole message; `envelope` sets its id."""
+    def whole(self, index: int, output: Output | None, scores: PromptScores) -> WholeAnswer:
+        """Return the whole answer; `envelope` makes its items."""
         assert output is not None
-        return message("", output.text, status_of(output))
+        deltas = [*self._answer.feed(output.text), *self._answer.finish()]
+        return WholeAnswer.model_construct(deltas=deltas, status=status_of(output))
 
     def envelope(self, **values: Any) -> ResponseObject:
-        """Return the response with its message, from what other endpoints send as choices."""
-        said = cast("list[OutputMessage]", values["choices"])
+        """Return the response with its items, from what other endpoints send as choices."""
+        (said,) = cast("list[WholeAnswer]", values["choices"])
         _, _, number = values["id"].partition("-")
         return self.response(
             f"{self.prefix}_{number}",
             values["created"],
             values["model"],
-            [one.model_copy(update={"id": f"msg_{number}"}) for one in said],
-            said[0].status,
+            items_of(number, said.deltas, said.status),
+            said.status,
             usage=usage_of(values["usage"]),
             metrics=values["metrics"],
         )
@@ -151,18 +143,23 @@ class ResponseForm:
         name: str,
         created: int,
         model: str,
-        output: list[OutputMessage],
+        output: Sequence[OutputItem],
         status: Status,
         **ended: Any,
     ) -> ResponseObject:
         """Return the response in one of its states; `ended`: what is known at its end."""
         asked = self._asked
+        choice = asked.tool_choice or "auto"
         made = ResponseObject(
             id=name,
             created_at=created,
             status=status,
             model=model,
-            output=output,
+            output=list(output),
+            parallel_tool_calls=asked.parallel_tool_calls,
+            text=asked.text.model_dump(exclude_none=True) if asked.text and asked.text.format else PLAIN_TEXT,
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+            tools=[tool.model_dump() for tool in asked.tools or ()],
             instructions=asked.instructions,
             max_output_tokens=asked.max_output_tokens,
             metadata=asked.metadata if isinstance(asked.metadata, dict) else {},
@@ -184,58 +181,48 @@ class ResponseEvents(AnswerEvents):
     def __init__(self, answering: Answering, scores: PromptScores) -> None:
         super().__init__(answering, scores)
         self._options = StreamOptions()  # usage is in the last event, whatever is asked for
-        self._number, self._texts = 0, list[str]()
-        self._item = f"msg_{answering.id}"
+        self._number, self._items = 0, OutputItems(answering.id)
         started = self._response("in_progress", [])
-        self._waiting += [
-            self._typed("response.created", response=started),
-            self._typed("response.in_progress", response=started),
-            self._typed("response.output_item.added", output_index=0, item=message(self._item, None, "in_progress")),
-            self._of_part("response.content_part.added", part=output_text("")),
-        ]
+        self._waiting += [self._typed("created", response=started), self._typed("in_progress", response=started)]
 
     def _part(self, index: int, new: New) -> bytes:
-        """Return new text as an event."""
-        self._texts.append(new.text)
-        return self._of_part("response.output_text.delta", delta=new.text, logprobs=[])
+        """Return what is new as events."""
+        return self._written(self._items.add(cast("AssistantMessage", new.choice or self._form.part(index, new))))
 
     def _event(self, choice: BaseModel) -> bytes:
         """Return the events of the end; the base class asks for them once, with the output known."""
-        answering, text = self._answering, "".join(self._texts)
+        answering = self._answering
         status = status_of(answering.outputs[0])
-        said, metrics = message(self._item, text, status), answer_metrics(answering.outputs)
-        whole = self._response(status, [said], usage=usage_of(answering.usage()), metrics=metrics)
-        return b"".join(
-            (
-                self._of_part("response.output_text.done", text=text, logprobs=[]),
-                self._of_part("response.content_part.done", part=output_text(text)),
-                self._typed("response.output_item.done", output_index=0, item=said),
-                self._typed(f"response.{status}", response=whole),
-            )
-        )
+        last = self._written(self._items.finish(status))
+        usage, metrics = usage_of(answering.usage()), answer_metrics(answering.outputs)
+        whole = self._response(status, self._items.items, usage=usage, metrics=metrics)
+        return last + self._typed(status, response=whole)
 
     def _failure(self, error: ApiError) -> bytes:
         """Return an error as the two events that end a response."""
         code, said = error.code or error.kind, str(error)
         failed = self._response("failed", [], error=ResponseFailure(code=code, message=said))
-        first = self._typed("error", code=code, message=said, param=error.param)
-        return first + self._typed("response.failed", response=failed)
+        first = self._named("error", code=code, message=said, param=error.param)
+        return first + self._typed("failed", response=failed)
 
-    def _response(self, status: Status, output: list[OutputMessage], **ended: Any) -> ResponseObject:
+    def _response(self, status: Status, output: Sequence[OutputItem], **ended: Any) -> ResponseObject:
         answering, form = self._answering, cast("ResponseForm", self._form)
         name = f"{form.prefix}_{answering.id}"
         return form.response(name, answering.created, answering.serving.model, output, status, **ended)
 
-    def _of_part(self, kind: str, **values: Any) -> bytes:
-        """Return an event of the text of the message."""
-        return self._typed(kind, item_id=self._item, output_index=0, content_index=0, **values)
+    def _written(self, events: Sequence[TypedEvent]) -> bytes:
+        return b"".join([self._typed(event.kind, **event.values) for event in events])
 
     def _typed(self, kind: str, **values: Any) -> bytes:
+        """Return an event of the response."""
+        return self._named(f"response.{kind}", **values)
+
+    def _named(self, kind: str, **values: Any) -> bytes:
         """Return an event with its type and its number."""
         body = {"type": kind, "sequence_number": self._number}
         self._number += 1
         for name, value in values.items():
-            body[name] = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+            body[name] = value.model_dump() if isinstance(value, BaseModel) else value
         return f"event: {kind}\ndata: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
 
 
@@ -244,25 +231,15 @@ def status_of(output: Output) -> Literal["completed", "incomplete"]:
     return "completed" if reason_of(output) == "stop" else "incomplete"
 
 
-def message(name: str, text: str | None, status: Literal["in_progress", "completed", "incomplete"]) -> OutputMessage:
-    """Return the model's message; None: it has no text yet."""
-    content = [] if text is None else [output_text(text)]
-    return OutputMessage(id=name, type="message", status=status, role="assistant", content=content)
-
-
-def output_text(text: str) -> OutputText:
-    """Return the text of a message."""
-    return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
-
-
 def usage_of(usage: Usage) -> ResponseUsage:
     """Return the token counts under the names of this endpoint."""
-    details, predicted = usage.prompt_tokens_details, usage.completion_tokens_details
+    details = usage.prompt_tokens_details
+    counted = usage.completion_tokens_details.model_dump(exclude_none=True) if usage.completion_tokens_details else {}
     cached = details.cached_tokens if details else 0
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(cached_tokens=cached, cache_write_tokens=0),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(reasoning_tokens=0, **(predicted.model_dump() if predicted else {})),
+        output_tokens_details=OutputTokensDetails(**{"reasoning_tokens": 0, **counted}),
         total_tokens=usage.total_tokens,
     )

@@ -19,6 +19,7 @@ from specbranch.serve.metrics import ServerMetrics
 from specbranch.serve.settings import ServerSettings
 from specbranch.serve.spelling import Spelling
 from specbranch.serve.text_work import TextWork
+from specbranch.serve.tools import AnswerFormats
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Serving:
     connections: Connections
     metrics: ServerMetrics
     spelling: Spelling
+    formats: AnswerFormats  # of tool calls and reasoning
     parsing: TextWork = field(default_factory=TextWork)  # of bodies
     tokenizing: TextWork = field(default_factory=TextWork)  # of texts that were admitted
     since: int = field(default_factory=lambda: int(time.time()))
@@ -41,7 +43,8 @@ class Serving:
         """Put it together."""
         model = settings.model_name or Path(engine.target).name
         counts = Limits(settings), Connections(settings), ServerMetrics(model)
-        return cls(engine, settings, model, *counts, Spelling(engine.tokenizer))
+        formats = AnswerFormats.of(engine.tokenizer, settings)
+        return cls(engine, settings, model, *counts, Spelling(engine.tokenizer), formats)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model's name that is not served. A request without a name is accepted."""

@@ -5,17 +5,20 @@ Owns their names, defaults and checks. It holds nothing of a request.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from specbranch.errors import BadParameter
+from specbranch.errors import BadParameter, unknown
+from specbranch.text.tools.formats import FORMAT_ALIASES, FORMATS, NO_REASONING, REASONING
 
 MOST_SAMPLES = 128  # of one request: n times its prompts
 MOST_LOGPROBS = 20  # of the likeliest tokens reported at a position
 MOST_STOPS, LONGEST_STOP = 128, 256  # texts, and characters: each is searched for at every token, while others wait
 MOST_BIASES = 1024  # tokens: each is written into every row
 MOST_STOP_IDS = 1024  # tokens that end an answer
+MOST_TOOLS, MOST_NAME = 256, 128  # of a request, and characters of a function's name
 LONGEST_SETTING = 365 * 86400.0  # seconds: longer ones are mistakes, and beyond what threads can wait
 
 
@@ -39,6 +42,8 @@ class ServerSettings:
     timeout: float = 600.0  # seconds in which a request has to be answered
     grace: float = 60.0  # seconds that running answers have once the server is stopped
     log_text: bool = False  # log prompts and answers
+    tool_call_parser: str | None = None  # the format of tool calls; None: the one that the chat template shows
+    reasoning_parser: str | None = None  # the format of reasoning; None: the one that the chat template shows
 
     def __post_init__(self) -> None:
         for name in ("max_queue", "max_batch", "max_body", "max_per_key", "max_connections", "max_per_address"):
@@ -50,6 +55,8 @@ class ServerSettings:
                 raise BadParameter(f"{said} {LONGEST_SETTING:.0f} (a year).")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise BadParameter(f"max_tokens is {self.max_tokens!r}; expected a whole number ≥ 1, or nothing.")
+        _check_name("tool call parser", self.tool_call_parser, (*FORMATS, *FORMAT_ALIASES))
+        _check_name("reasoning parser", self.reasoning_parser, (*REASONING, NO_REASONING))
         if not 0 <= self.port <= 65535:
             raise BadParameter(f"port is {self.port}; expected one from 0 (any that is free) to 65535.")
 
@@ -57,6 +64,11 @@ class ServerSettings:
     def is_local(self) -> bool:
         """True if only this machine can reach the server."""
         return is_loopback(self.host)
+
+
+def _check_name(what: str, name: str | None, known: Collection[str]) -> None:
+    if name is not None and name not in known:
+        raise unknown(what, name, known)
 
 
 def is_loopback(host: str) -> bool:

@@ -5,31 +5,41 @@ Owns how figures of several samples are added up. Names of the speculation's are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
 
 from specbranch.answer import Output
 from specbranch.serve.protocol import AnswerMetrics, CachedTokens, CompletionDetails, SpeculativeMetrics, Usage
 
 
-def usage(prompts: Sequence[Sequence[int]], outputs: Mapping[int, Output], n: int, predicted: bool = False) -> Usage:
+def usage(
+    prompts: Sequence[Sequence[int]],
+    outputs: Mapping[int, Output],
+    n: int,
+    predicted: bool = False,
+    reasoning: Callable[[Output], int] | None = None,
+) -> Usage:
     """Return the token counts of a request. A prompt counts once, however many samples it has.
 
-    `predicted`: the request has a prediction, whose tokens are counted, too.
+    `predicted`: the request has a prediction, whose tokens are counted, too. `reasoning`: counts an answer's tokens of
+    reasoning; None: there is no reasoning.
     """
     cached = sum(one.stats["prompt_tokens_cached"] for index, one in outputs.items() if index % n == 0)
     counts = usage_so_far(prompts, sum(len(one.token_ids) for one in outputs.values()))
     whole = Usage(**counts.model_dump(exclude_unset=True), prompt_tokens_details=CachedTokens(cached_tokens=cached))
-    if predicted:
-        whole.completion_tokens_details = _predicted(outputs.values())
+    details = _predicted(outputs.values()) if predicted else {}
+    if reasoning is not None:
+        details["reasoning_tokens"] = sum(map(reasoning, outputs.values()))
+    if details:
+        whole.completion_tokens_details = CompletionDetails(**details)
     return whole
 
 
-def _predicted(outputs: Iterable[Output]) -> CompletionDetails:
+def _predicted(outputs: Iterable[Output]) -> dict[str, int]:
     """Return what became of the prediction's tokens, in all samples together."""
     stats = [one.stats for one in outputs]
     names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
-    return CompletionDetails(**{name: sum(one[name] for one in stats) for name in names})
+    return {name: sum(one[name] for one in stats) for name in names}
 
 
 def usage_so_far(prompts: Sequence[Sequence[int]], said: int) -> Usage:

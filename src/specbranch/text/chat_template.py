@@ -8,6 +8,7 @@ it can neither change what it is given nor reach Python.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ import jinja2.sandbox
 from specbranch.errors import BadParameter, ModelError
 
 Message = Mapping[str, Any]
+_CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)  # what a template computes
 
 
 class ChatTemplate:
@@ -35,6 +37,11 @@ class ChatTemplate:
             raise ModelError(
                 f"The model's chat template cannot be read: {error}. Repair chat_template.jinja, or remove it."
             ) from error
+
+    @property
+    def takes_tools(self) -> bool:
+        """True if the template reads `tools`."""
+        return any(re.search(r"\btools\b", code) for code in _CODE.findall(self.source))
 
     def render(
         self,

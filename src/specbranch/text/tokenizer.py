@@ -25,6 +25,7 @@ from specbranch.file_values import FileValues, read_object
 from specbranch.text.byte_letters import TokenBytes
 from specbranch.text.chat_template import ChatTemplate, Message
 from specbranch.text.conversion import TOKENIZER, convert, file_key, folder_key, kept_folder
+from specbranch.text.detokenizer import TokenDecoder
 from specbranch.text.longest_token import TextBound, text_bound
 
 TOKEN_SWITCHES = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
@@ -41,11 +42,15 @@ class Tokenizer:
         special: Mapping[str, str],
         eos_ids: Sequence[int] = (),
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
+        """`tool_template`: the chat template for requests with tools, if the model has one of its own for them."""
         self._backend = backend
         self.special = dict(special)
         self.eos_ids = tuple(eos_ids)
         self._template = None if chat_template is None else ChatTemplate(chat_template, special)
+        self._tool_template = self._template if tool_template is None else ChatTemplate(tool_template, special)
+        self._shown: dict[frozenset[int], ShowingDecoder] = {}
         self._warned = False
 
     @classmethod
@@ -87,7 +92,9 @@ class Tokenizer:
         backend = _backend(folder / TOKENIZER, config, special)
         listed = by_file and (folder / "generation_config.json").is_file()
         endings = _eos_ids(folder, backend, {} if listed else special)
-        return cls(backend, special, endings, _chat_template(folder, config))
+        return cls(
+            backend, special, endings, _chat_template(folder, config), _chat_template(folder, config, "tool_use")
+        )
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of a text, with whatever the model puts around one (usually a BOS, or nothing) if
@@ -122,6 +129,27 @@ class Tokenizer:
         """True if the chat template may write the date; then another day gives other ids."""
         return self._template is not None and "strftime_now" in self._template.source
 
+    @property
+    def tool_template(self) -> ChatTemplate | None:
+        """The chat template for requests with tools."""
+        return self._tool_template
+
+    def added_id(self, text: str) -> int | None:
+        """Return the added token that a text is, special or not; None if it is none."""
+        found = self._backend.token_to_id(text)
+        return found if found in self._added_ids else None
+
+    def special_ids(self, texts: Sequence[str]) -> frozenset[int]:
+        """Return the special tokens among some texts: those that decoding skips."""
+        found = (self._backend.token_to_id(text) for text in texts)
+        return frozenset(token_id for token_id in found if token_id in self._special_ids)
+
+    def showing(self, token_ids: frozenset[int]) -> TokenDecoder:
+        """Return a decoder that skips special tokens, but not these."""
+        if token_ids not in self._shown:
+            self._shown[token_ids] = ShowingDecoder(self, token_ids)
+        return self._shown[token_ids]
+
     def chat(
         self,
         messages: Sequence[Message],
@@ -142,9 +170,10 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation; `chat` returns its ids."""
         _check_messages(messages)
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             return self._plain_chat(messages, add_generation_prompt)
-        return self._template.render(messages, add_generation_prompt, tools, variables)
+        return template.render(messages, add_generation_prompt, tools, variables)
 
     def _plain_chat(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         if not self._warned:
@@ -180,6 +209,10 @@ class Tokenizer:
         return 0 if self._bound is None else self._bound.least(text)
 
     @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
@@ -213,6 +246,31 @@ class Tokenizer:
         spelled = {f"<0x{value:{digits}}>" for value in range(256) for digits in ("02X", "02x")}
         found = [self._backend.token_to_id(token) for token in spelled]
         return frozenset(token_id for token_id in found if token_id is not None)
+
+
+class ShowingDecoder:
+    """A tokenizer as detokenizing sees it, with some special tokens as text: markers that a parser looks for."""
+
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int]) -> None:
+        self._tokenizer, self._shown = tokenizer, shown
+        self.byte_ids = tokenizer.byte_ids
+        self._bytes = None if tokenizer.token_bytes() is None else TokenBytes(self._spell)
+
+    def token_bytes(self, skip_special: bool = True) -> TokenBytes | None:
+        """Return the bytes of each token, if the text of tokens is that of their bytes; None for other decoders."""
+        return self._bytes if skip_special else self._tokenizer.token_bytes(False)
+
+    def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
+        """Return True if decoding skips the token as if it were not there."""
+        return self._tokenizer.is_silent(token_id, skip_special and token_id not in self._shown)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Return the text of some ids."""
+        kept = [token_id for token_id in ids if not self.is_silent(token_id, skip_special)]
+        return self._tokenizer.decode(kept, skip_special=False)
+
+    def _spell(self, token_id: int) -> str:
+        return "" if self.is_silent(token_id) else self._tokenizer.token(token_id)
 
 
 def check_text(text: str, what: str = "The text") -> None:
@@ -311,17 +369,20 @@ def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, 
     return tuple(dict.fromkeys((*listed, *(() if own is None else (own,)))))
 
 
-def _chat_template(folder: Path, config: FileValues) -> str | None:
+def _chat_template(folder: Path, config: FileValues, name: str = "default") -> str | None:
+    """Return the template of a name. A folder with a single template has only the default."""
     file = folder / "chat_template.jinja"
     if file.is_file():
+        if name != "default":
+            return None
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} is damaged and could not be read: {error}. Fetch the model again.") from None
     own = _settings(folder / "chat_template.json")
     held = own if own.get("chat_template") else config
-    if isinstance(held.get("chat_template"), list):  # several by name; "tool_use" and the like are not ours to choose
+    if isinstance(held.get("chat_template"), list):  # several by name
         several = FileValues(_numbered(held.items("chat_template")), held.name, "chat_template.")
         templates = [several.group(number) for number in several.values]
-        return next((entry.text("template") for entry in templates if entry.get("name") == "default"), None)
-    return held.text("chat_template", "") or None
+        return next((entry.text("template") for entry in templates if entry.get("name") == name), None)
+    return (held.text("chat_template", "") or None) if name == "default" else None

@@ -48,6 +48,7 @@ class Task:
         """The sampling values that a row's choice depends on, besides the tokens before it; greedy sampling has no
         seed."""
         aside = {"seed", "n", "logprobs", "max_tokens", "stop", "stop_token_ids"}
+        aside |= set() if self.params.reasoning else {"reasoning"}  # older records do not have it
         shaping = {name: value for name, value in asdict(self.params).items() if name not in aside}
         return json.dumps([shaping, None if self.request.greedy else self.seed], sort_keys=True)
 
