@@ -6,10 +6,10 @@ Owns their names, defaults and checks. It holds nothing of a request.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 
 from specbranch.errors import BadParameter
+from specbranch.exec.address import is_loopback
 
 MOST_SAMPLES = 128  # of one request: n times its prompts
 MOST_LOGPROBS = 20  # of the likeliest tokens reported at a position
@@ -57,13 +57,3 @@ class ServerSettings:
     def is_local(self) -> bool:
         """True if only this machine can reach the server."""
         return is_loopback(self.host)
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if a name or an address means this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
