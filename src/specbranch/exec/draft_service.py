@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Protocol, TypeVar
 
-from specbranch.core.orders import Branch, DraftOrder, Effort
+from specbranch.core.orders import Branch, DraftOrder, Effort, Grow
+from specbranch.core.slots import ROOT
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.link import LinkLost
 from specbranch.exec.messages import (
@@ -96,6 +97,8 @@ class DraftService:
         if unknown := work.orders.keys() - self._own.keys():
             raise BadMessage(f"Session {min(unknown)} was never opened.")
         orders = {self._own[session]: order for session, order in work.orders.items()}
+        for order in orders.values():
+            _check(order)
         try:
             self._draft(work, orders)
         except (LinkLost, BadMessage):
@@ -121,6 +124,16 @@ class DraftService:
         prompts = _renamed({number: counts[number] for number in orders if number in counts}, theirs)
         effort = Effort(time.perf_counter() - start, drafter.rows_fed - fed, prompts)
         self._channel.send(RoundDrafted(work.ticket, _renamed(made, theirs), effort))
+
+
+def _check(order: DraftOrder) -> None:
+    """Refuse token ids that no model has, and a tree that is none. Ids beyond the vocabulary are the worker's."""
+    if min(order.on.tail, default=0) < 0 or order.on.base < 0:
+        raise BadMessage("An order has a token id or a length below 0.")
+    if isinstance(order, Grow):
+        for n, node in enumerate(order.tree.nodes):
+            if node.token < 0 or not ROOT <= node.parent < n:
+                raise BadMessage(f"Node {n} of a tree has token {node.token} and parent {node.parent}.")
 
 
 def _renamed(values: Mapping[int, Value], names: Mapping[int, int]) -> dict[int, Value]:

@@ -122,7 +122,8 @@ class StreamLink:
         if self._ended is None and self._wait(seconds if self._first_end() is None else 0.0):
             self._torn = True
             self._write()
-            self._read()
+            if self._first_end() is None:  # otherwise the other end has to wait, and memory does not grow
+                self._read()
             self._torn = False
 
     def peek(self) -> bytes | None:
