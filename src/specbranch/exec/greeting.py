@@ -153,6 +153,9 @@ def prove(stream: socket.socket, key: bytes) -> float:
         proved = until.receive()
     except TimeoutError:
         raise Refused("it does not answer; it is stopped, overloaded, or no draft worker") from None
+    except ConnectionError as error:
+        said = f"it hung up ({error.strerror or error}); a worker with a certificate is tls://, not tcp://"
+        raise Refused(said) from None
     except OSError as error:
         raise Refused(f"the connection broke ({error.strerror or error})") from None
     if not hmac.compare_digest(proved, _proof(key, b"worker", ours + theirs)):
