@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
+from specbranch.assembly import ServedDraft
 from specbranch.errors import VocabularyMismatch
 from specbranch.exec.address import LinkAddress
 from specbranch.exec.child_speed import ChildLimits
@@ -32,18 +33,21 @@ SECRET = b"a secret of some length"
 LIMITS = ChildLimits(start=30.0, first=60.0, hung=20.0, grace=0.1, unmeasured=0.5)
 
 
-@contextmanager
 def serving(
-    port: int = 0,
-    key: bytes = b"",
-    context: ssl.SSLContext | None = None,
-    drafter: Drafter | None = None,
-    served: Served = SERVED,
+    port: int = 0, key: bytes = b"", context: ssl.SSLContext | None = None, drafter: Drafter | None = None
+) -> AbstractContextManager[int]:
+    """Serve toy drafts in a thread; gives the port."""
+    return serving_draft(ServedDraft(drafter or make_drafter(DRIFT), SERVED, TOKENS), port, key, context)
+
+
+@contextmanager
+def serving_draft(
+    draft: ServedDraft, port: int = 0, key: bytes = b"", context: ssl.SSLContext | None = None
 ) -> Iterator[int]:
-    """Serve in a thread; gives the port. Whatever ends the worker early is raised at the end."""
+    """Serve a draft in a thread; gives the port. Whatever ends the worker early is raised at the end."""
     listener = bound(LinkAddress("127.0.0.1", port))
     number: int = listener.getsockname()[1]
-    server = DraftServer(drafter or make_drafter(DRIFT), served, TOKENS, listener, key, context)
+    server = DraftServer(draft.drafter, draft.served, draft.tokens, listener, key, context)
     failed: list[BaseException] = []
 
     def run() -> None:

@@ -57,6 +57,7 @@ class DraftSource(Protocol):
     unavailable: str  # the beginning of the sentence that says why there is no first one
     limits: ChildLimits
     longest_wait: float  # seconds before a lost worker is replaced, at most
+    eager: bool  # a lost worker is replaced also while nobody orders drafts: that costs nothing
 
     @property
     def served(self) -> Served | None:
@@ -74,6 +75,7 @@ class Spawn:
     name = "the draft process"
     unavailable = "The draft worker could not start"
     longest_wait = 60.0
+    eager = False
     served: Served | None = None
 
     def __init__(self, recipe: Recipe, limits: ChildLimits | None = None) -> None:

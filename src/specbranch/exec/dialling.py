@@ -111,6 +111,7 @@ class Dial:
     """A draft worker at an address."""
 
     longest_wait = LONGEST_REDIAL_WAIT
+    eager = True
 
     def __init__(self, address: LinkAddress, target: TargetVocabulary, limits: ChildLimits | None = None) -> None:
         self.address, self.limits = address, limits or DIALLED_LIMITS

@@ -28,7 +28,7 @@ LetIn = Callable[[socket.socket, str], None]
 
 
 def bound(address: LinkAddress) -> socket.socket:
-    """Return a socket that listens at an address."""
+    """Return a socket with an address; who connects is refused until there is a `Door`."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, where = found[0]
@@ -38,7 +38,6 @@ def bound(address: LinkAddress) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
-        listener.listen(WAITING_CONNECTIONS)
     except OSError as error:
         listener.close()
         raise _unbound(address, error) from None
@@ -59,6 +58,7 @@ class Door:
         self._lock = threading.Lock()
         self._refused, self._said_at = 0, -REFUSALS_EVERY
         self._closed = False
+        listener.listen(WAITING_CONNECTIONS)
         self._thread = threading.Thread(target=self._accept, name="specbranch-door", daemon=True)
         self._thread.start()
 

@@ -202,6 +202,8 @@ class Process(DecodesWithTarget):
         """Send the child its work, if it can take any; a round without drafts only receives messages."""
         self._hear()
         self._lose_if_hung()
+        if self._source.eager and self._child is None:
+            self._start_again()
         if not drafts or not self._available():
             return None
         self._ticket += 1
@@ -364,7 +366,7 @@ class Process(DecodesWithTarget):
             self._pace.learn_trip(child.link.round_trip)
         if child.again:
             self.restarts += 1
-            log.warning("The draft worker was restarted; drafting resumes.")
+            log.warning("The draft worker is back; drafting resumes.")
 
     def _start_again(self) -> None:
         if self.now() < self._again_at:
