@@ -122,7 +122,7 @@ class StreamLink:
         if self._ended is None and self._wait(seconds if self._first_end() is None else 0.0):
             self._torn = True
             self._write()
-            if self._first_end() is None:  # otherwise the other end has to wait, and memory does not grow
+            if self._first_end() is None or len(self._incoming) < LINK_BYTES:  # otherwise the other end has to wait
                 self._read()
             self._torn = False
 
