@@ -22,7 +22,7 @@ from specbranch.exec.link import LinkLost, StreamLink
 from specbranch.exec.messages import Broken, Join, Ready, Served, TellTokens, Tokens, WireMessage
 from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
 
-DIALLED_LIMITS = ChildLimits(start=30.0, grace=0.25)  # twice the grace, and a round goes on without its draft
+DIALLED_LIMITS = ChildLimits(start=30.0, grace=0.25, unmeasured=0.75)  # then a round goes on without its draft
 LONGEST_REDIAL_WAIT = 5.0  # seconds; asking whether a worker is back costs nothing
 
 

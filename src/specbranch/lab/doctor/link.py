@@ -23,8 +23,8 @@ from specbranch.lab.measure.loaded_pair import suite_prompts
 from specbranch.lab.measure.one_request import greedy_session
 from specbranch.progress import StepsDone
 
-TOKENS = 64  # of each answer
-TURNS = 2  # repetitions; the first also warms up, so the shorter time of each prompt counts
+LINK_TOKENS = 64  # of each answer
+LINK_TURNS = 2  # repetitions; the first also warms up, so the shorter time of each prompt counts
 TIMING_SECONDS = 2.0  # of forwards, draft steps and the round trip
 METHODS_TRIED = (PLAIN, "auto", "specbranch")  # plain decoding, the best without a draft, with the worker's drafts
 
@@ -53,7 +53,7 @@ def _decoded(
     """Return the seconds of decoding the prompts, by method: of several turns the shortest."""
     experience = Experience(costs)
     shortest: dict[tuple[str, int], float] = {}
-    for turn in range(TURNS * len(prompts)):
+    for turn in range(LINK_TURNS * len(prompts)):
         at = turn % len(prompts)
         for method in METHODS_TRIED:
             taken = _one(executor, experience, method, prompts[at], eos)
@@ -62,7 +62,7 @@ def _decoded(
 
 
 def _one(executor: Process, experience: Experience, method: str, prompt: list[int], eos: tuple[int, ...]) -> float:
-    session = greedy_session(prompt, TOKENS, eos)
+    session = greedy_session(prompt, LINK_TOKENS, eos)
     loop = Loop(executor, costs=experience.costs if isinstance(experience.costs, MeasuredCosts) else None)
     config = SpeculativeConfig(method=method)
     loop.join(session, find_method(method, method == "specbranch").start(session, config, experience))
