@@ -167,6 +167,7 @@ def _linked(target: ModelChoice, address: LinkAddress) -> Parts:
     if address.is_local:
         target = replace(target, threads=target.threads or half_the_threads())
     tokenizer = load_tokenizer(target)
+    Dial(address, target_vocabulary(tokenizer, tokenizer.vocabulary_size)).check()  # before a large target is loaded
     verifier = make_verifier(target)
     made = Process(verifier, Dial(address, target_vocabulary(tokenizer, verifier.runner.vocabulary)))
     return Parts(tokenizer, verifier, made, *_described(verifier.runner), torch_device(target) == "cuda")

@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 
 from relay import Relay, Weather
+from specbranch.assembly import ServedDraft
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Context, Draft, Effort, Orders, Plan
@@ -29,7 +30,18 @@ from specbranch.exec.messages import Ready, RoundDrafted, Work
 from specbranch.exec.process import Process
 from specbranch.exec.wire import from_bytes, to_bytes
 from tiers import tiered
-from toy_worker import DRIFT, SECRET, SERVED, WorkerProcess, free_port, reach, serving, vocabulary
+from toy_worker import (
+    DRIFT,
+    SECRET,
+    SERVED,
+    TOKENS,
+    WorkerProcess,
+    free_port,
+    reach,
+    serving,
+    serving_draft,
+    vocabulary,
+)
 from toybench import (
     MOST_ROUNDS,
     SHARED,
@@ -166,6 +178,27 @@ def test_a_worker_that_is_stopped_and_started_again_drafts_again() -> None:
         with serving(port):
             decode_until_drafted(executor)
             assert executor.restarts == 1
+
+
+def test_a_worker_is_reached_again_also_while_nobody_wants_drafts() -> None:
+    port = free_port()
+    with serving(port):
+        executor = reach(port)
+    with closing(executor), serving(port):
+        short = replace(LONG, max_tokens=24)
+        wait_until(lambda: decode(executor, "autoregressive", 3, short) and executor.draft_state == "ready")
+        assert executor.restarts == 1
+
+
+def test_a_worker_with_another_vocabulary_is_not_used_in_place_of_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="specbranch")
+    port, short = free_port(), replace(LONG, max_tokens=24)
+    with serving(port):
+        executor = reach(port)
+    other = ServedDraft(make_drafter(DRIFT), replace(SERVED, fingerprint="another"), TOKENS)
+    with closing(executor), serving_draft(other, port):
+        wait_until(lambda: decode(executor, seed=4, ending=short) and "another vocabulary" in caplog.text)
+        assert executor.restarts == 0
 
 
 @pytest.mark.slow

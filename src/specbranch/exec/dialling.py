@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from specbranch.errors import SpecBranchError
+from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.address import CA_VARIABLE, LinkAddress, link_key
 from specbranch.exec.child_speed import ChildLimits
 from specbranch.exec.children import MOST_MESSAGE, Child
@@ -24,6 +24,8 @@ from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
 
 DIALLED_LIMITS = ChildLimits(start=30.0, grace=0.25, unmeasured=0.75)  # then a round goes on without its draft
 LONGEST_REDIAL_WAIT = 5.0  # seconds; asking whether a worker is back costs nothing
+
+MAY_HAPPEN = (Refused, LinkLost, BadMessage, SpecBranchError, OSError)  # while a worker is being reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Dialling:
         made, why = None, None
         try:
             made = self._make()
-        except (Refused, LinkLost, BadMessage, SpecBranchError, OSError) as error:
+        except MAY_HAPPEN as error:
             why = str(error).rstrip(".")
         except Exception as error:  # whatever it is, somebody waits for an answer
             why = f"{type(error).__name__}: {error}"
@@ -124,6 +126,13 @@ class Dial:
     def start(self, again: bool = False) -> Child:
         """Start to dial."""
         return Child(Dialling(self._make), again=again)
+
+    def check(self) -> None:
+        """Reach the worker once, and hang up; raises ModelError if there is none, or none for this target."""
+        try:
+            self._make().close()
+        except MAY_HAPPEN as error:
+            raise ModelError(f"{self.unavailable}: {str(error).rstrip('.')}.") from error
 
     def _make(self) -> StreamLink:
         stream, round_trip = connect(self.address, self._key, self._trusted)

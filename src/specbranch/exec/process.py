@@ -281,7 +281,9 @@ class Process(DecodesWithTarget):
                 self._take(child, from_bytes(data))
                 child.link.drop()  # not earlier: after an interrupt the message is taken again
         except LinkLost as error:
-            raise Lost(f"{self._source.name} ended: {error}") from error
+            # a worker on a network that was not reached has not ended
+            said = str(error) if child.process is None and not child.ready else f"{self._source.name} ended: {error}"
+            raise Lost(said) from error
         except (BadMessage, BadAnswer) as error:
             raise Lost(f"{self._source.name} cannot be understood: {error}") from error
 
