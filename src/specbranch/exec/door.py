@@ -83,7 +83,12 @@ class Door:
                 stream.close()
                 self._note(address[0], "too many are at the door")
                 continue
-            threading.Thread(target=self._greet, args=(stream, address[0]), daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(stream, address[0]), daemon=True).start()
+            except RuntimeError:  # the system has no thread left
+                stream.close()
+                self._places.release()
+                self._note(address[0], "there is no thread for it")
 
     def _greet(self, stream: socket.socket, who: str) -> None:
         try:
