@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
@@ -19,16 +19,20 @@ from relay import Relay, Weather
 from specbranch.assembly import ServedDraft
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
-from specbranch.core.orders import Context, Draft, Effort, Orders, Plan
+from specbranch.core.orders import Context, Draft, Drafted, DraftOrder, Effort, Orders, Plan
+from specbranch.core.runner import Done
 from specbranch.core.session import Session
 from specbranch.errors import BadParameter, ModelError
 from specbranch.exec import process
 from specbranch.exec.address import KEY_VARIABLE, LinkAddress, is_link, link_key
+from specbranch.exec.draft_server import WorkerFailed
+from specbranch.exec.drafter import Announce, Drafter
 from specbranch.exec.greeting import Refused, admit, prove
 from specbranch.exec.link import HEADER, LinkLost, StreamLink
 from specbranch.exec.messages import Ready, RoundDrafted, Work
 from specbranch.exec.process import Process
 from specbranch.exec.wire import from_bytes, to_bytes
+from specbranch.exec.worker import never as no_end
 from tiers import tiered
 from toy_worker import (
     DRIFT,
@@ -159,6 +163,35 @@ def test_one_worker_serves_several_targets_and_keeps_nothing_of_those_that_left(
             assert all("draft" in session.origins for session, _ in runs)
             one.open(7, runs[0][1].session().request)
         wait_until(lambda: not drafter._held)
+
+
+class Failing(Drafter):
+    """A draft that fails as a device does, so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(SlowRunner(law(DRIFT)))
+        self.left = times
+
+    def draft(
+        self, orders: Mapping[int, DraftOrder], done: Done = no_end, announce: Announce | None = None
+    ) -> dict[int, Drafted]:
+        self.left -= 1
+        if self.left >= 0:
+            raise RuntimeError("out of memory")
+        return super().draft(orders, done, announce)
+
+
+def test_a_draft_that_fails_once_costs_one_connection_and_one_that_goes_on_failing_ends_the_worker() -> None:
+    with serving(drafter=Failing(2)) as port, closing(reach(port)) as executor:
+        decode_until_drafted(executor)
+        assert executor.restarts >= 1
+    with (
+        pytest.raises(WorkerFailed, match="out of memory"),
+        serving(drafter=Failing(9)) as port,
+        closing(reach(port)) as executor,
+    ):
+        short = replace(LONG, max_tokens=24)
+        wait_until(lambda: decode(executor, seed=2, ending=short) and executor._failures > 3)
 
 
 def wait_until(happened: Callable[[], bool]) -> None:

@@ -161,9 +161,11 @@ class DraftServer:
             if not connection.joined:
                 self._meet(connection, message)
                 continue
+            rounds = connection.service.rounds
             connection.service.answer(message)
-            if isinstance(message, Work):
+            if connection.service.rounds > rounds:
                 self._failures = 0
+            if isinstance(message, Work):
                 break
         return worked
 

@@ -60,6 +60,7 @@ class DraftService:
         self._numbers = numbers or count()
         self._own: dict[int, int] = {}  # the worker's number of each of the target's sessions
         self._waiting: deque[WireMessage] = deque()  # what came while a round was drafted
+        self.rounds = 0  # that were drafted
 
     def next(self) -> WireMessage | None:
         """Return the next message if it is there."""
@@ -123,6 +124,7 @@ class DraftService:
         counts = drafter.prefill_counts()  # also of other targets' sessions
         prompts = _renamed({number: counts[number] for number in orders if number in counts}, theirs)
         effort = Effort(time.perf_counter() - start, drafter.rows_fed - fed, prompts)
+        self.rounds += 1
         self._channel.send(RoundDrafted(work.ticket, _renamed(made, theirs), effort))
 
 
