@@ -22,8 +22,10 @@ from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
 from specbranch.core.warm_up import ForwardSizes, warming
 from specbranch.errors import BadParameter, ModelError, UnsupportedArchitecture, unknown
+from specbranch.exec.address import LinkAddress, is_link
+from specbranch.exec.dialling import Dial, TargetVocabulary
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.messages import Recipe
+from specbranch.exec.messages import Recipe, Served
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
@@ -146,6 +148,8 @@ def assemble(
         )
     if executor == "streams" and torch_device(target) == "cpu":
         raise _needs_gpu_target("on the CPU")
+    if draft is not None and is_link(draft.name):
+        return _linked(target, LinkAddress.parse(draft.name))
     draft = draft and fitted_to_target(draft, target.name)
     if draft is not None and executor == "process":
         target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
@@ -156,6 +160,38 @@ def assemble(
     captures = any(torch_device(choice) == "cuda" for choice in (target, draft) if choice is not None)
     made = make_executor(executor, verifier, draft, shared, clock, warm_up)
     return Parts(tokenizer, verifier, made, *described, captures)
+
+
+def _linked(target: ModelChoice, address: LinkAddress) -> Parts:
+    """Load the target, and reach the draft worker at an address. On one machine both share the threads."""
+    if address.is_local:
+        target = replace(target, threads=target.threads or half_the_threads())
+    tokenizer = load_tokenizer(target)
+    Dial(address, target_vocabulary(tokenizer, tokenizer.vocabulary_size)).check()  # before a large target is loaded
+    verifier = make_verifier(target)
+    made = Process(verifier, Dial(address, target_vocabulary(tokenizer, verifier.runner.vocabulary)))
+    return Parts(tokenizer, verifier, made, *_described(verifier.runner), torch_device(target) == "cuda")
+
+
+def target_vocabulary(tokenizer: Tokenizer, scored: int) -> TargetVocabulary:
+    """Return what a draft worker's vocabulary is compared with; `scored`: the ids that the target scores."""
+    from specbranch.text.vocabulary import compare_tokens
+
+    def compare(size: int, tokens: Mapping[int, str]) -> int:
+        return min(compare_tokens(tokenizer.vocabulary(), tokens, min(tokenizer.vocabulary_size, size)), scored)
+
+    return TargetVocabulary(tokenizer.fingerprint, min(tokenizer.vocabulary_size, scored), compare)
+
+
+def executor_of(executor: ExecutorName, draft: str | None) -> ExecutorName:
+    """Return the executor for a draft: one on a network works beside the target, as in a process of its own."""
+    if not is_link(draft):
+        return executor
+    if executor == "streams":
+        raise BadParameter(
+            f"Executor 'streams' runs both models in one process, and the draft is at {draft}. Leave --executor out."
+        )
+    return "process"
 
 
 def fitted_to_target(draft: ModelChoice, target: str) -> ModelChoice:
@@ -173,7 +209,7 @@ def draft_evaluation(draft: ModelChoice | None) -> DraftEvaluation | None:
     from specbranch.models.drafts.evaluation_file import read_evaluation
 
     try:
-        return None if draft is None else read_evaluation(draft_path(draft.name))
+        return None if draft is None or is_link(draft.name) else read_evaluation(draft_path(draft.name))
     except ModelError as error:
         log.warning("%s Until it is measured again, the planner starts with built-in figures.", error)
         return None
@@ -184,6 +220,11 @@ def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
     from specbranch.models.files import store
     from specbranch.models.files.sources import made_model
 
+    if is_link(choice.name):
+        raise BadParameter(
+            f"{choice.name} is a draft worker, and this needs the draft's own files. Name a model; `generate`, `chat`, "
+            "`serve` and `doctor` can use a worker."
+        )
     if (made := made_model(choice.name)) is not None:
         fetched(replace(choice, name=made.base), progress)
         return choice.name
@@ -295,6 +336,34 @@ def make_drafter_by(choice: Mapping[str, Any], vocabulary: int, warm_up: Mapping
     return drafter
 
 
+@dataclass(frozen=True, slots=True)
+class ServedDraft:
+    """A draft for a worker on a network: the worker, what it says of itself, and its tokens by id."""
+
+    drafter: Drafter
+    served: Served
+    tokens: Mapping[int, str]
+
+
+def make_served_draft(
+    choice: ModelChoice, target: str, vocabulary: int | None = None, warm_up: ForwardSizes | None = None
+) -> ServedDraft:
+    """Load a draft for targets elsewhere; one made by `distill` computes with the embedding and head of `target`.
+
+    It drafts ids below `vocabulary`, by default all of its own.
+    """
+    choice = fitted_to_target(choice, target)
+    tokenizer = load_tokenizer(replace(choice, name=choice.shares) if choice.shares else choice)
+    drafter = make_drafter(choice, min(tokenizer.vocabulary_size, vocabulary or tokenizer.vocabulary_size))
+    size = min(tokenizer.vocabulary_size, vocabulary or tokenizer.vocabulary_size, drafter.runner.vocabulary)
+    if warm_up is not None:
+        for runner in warming((drafter.runner,)):
+            runner.warm_up(warm_up)
+    device = _device_name(choice.device)
+    served = Served(Path(choice.name).name, identity(choice.name), device, tokenizer.fingerprint, size)
+    return ServedDraft(drafter, served, tokenizer.vocabulary())
+
+
 def make_verifier(choice: ModelChoice) -> Verifier:
     """Make the target's worker."""
     runner = load_runner(choice)
@@ -367,13 +436,13 @@ def experience_key(
 
     from specbranch import __version__
 
+    served = parts.executor.served if isinstance(parts.executor, Process) else None
     return {
         "version": __version__,
         "torch": torch.__version__,
         "target": identity(target.name),
-        "draft": None if draft is None else identity(draft.name),
+        **_draft_key(draft, served),
         "device": _device_name(target.device),
-        "draft_device": None if draft is None else _device_name(draft.device),
         "runner": parts.runner,
         "dtype": parts.dtype,
         "weights": parts.weights,
@@ -384,6 +453,14 @@ def experience_key(
         **({} if parts.cache_dtype == parts.dtype else {"cache_dtype": parts.cache_dtype}),
         **({} if target.device_map is None else {"device_map": target.device_map}),
     }
+
+
+def _draft_key(draft: ModelChoice | None, served: Served | None) -> dict[str, Any]:
+    if served is not None:
+        return {"draft": served.identity, "draft_device": f"{served.device} over a link"}
+    if draft is None:
+        return {"draft": None, "draft_device": None}
+    return {"draft": identity(draft.name), "draft_device": _device_name(draft.device)}
 
 
 def _device_name(device: str | None) -> str:

@@ -22,6 +22,7 @@ from specbranch.assembly import (
     chosen_target,
     cost_profile,
     draft_evaluation,
+    executor_of,
     experience_key,
 )
 from specbranch.clock.shipped import load_profile
@@ -270,7 +271,7 @@ class LLM(LLMView):
 
         Args:
             target: a known name, a folder, a GGUF file or a Hub id. Default: the target of the default pair.
-            draft: the same for the draft. Default: no draft if a target is named.
+            draft: the same for the draft, or tcp://HOST:PORT of a draft worker. Default: no draft if a target is named.
             method: the decoding method. Default: "specbranch" with a draft, "auto" without one.
             pair: the name of a target with its draft, instead of both. Default: "smollm2-default".
             speculative: settings of the method, a `SpeculativeConfig` or a mapping with its names. False is plain
@@ -291,6 +292,7 @@ class LLM(LLMView):
         profile = cost_profile(load_options.clock, self.target, draft_name, load_options.force_profile)
         config = resolve(speculative, method, draft_name is not None)
         chosen = find_method(config.method or "", draft_name is not None)
+        executor = executor_of(executor, draft_name if chosen.uses_draft else None)
         target_choice = chosen_target(self.target, device, dtype, load_options)
         draft_choice = chosen_draft(draft_name, target_choice, load_options) if chosen.uses_draft else None
         full = load_options.warm_up == "full"

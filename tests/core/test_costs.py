@@ -351,6 +351,21 @@ def test_setup_and_steps_of_a_rehearsed_draft_are_told_apart() -> None:
     assert costs.step.points == {1: 2.0, 8: 3.0} and costs.setup == 5.0 and not costs.knows_target
 
 
+def test_the_way_to_a_draft_elsewhere_is_paid_once_a_round_and_is_no_part_of_a_step() -> None:
+    times, costs = RehearsedTimes(), MeasuredCosts()
+    for steps in REHEARSED_LENGTHS:
+        span = Span(0.0, 5.0 + 2.0 * steps + 40.0, link=40.0)
+        times.take(Reports(tree=Tree(root_scored=True, steps=(1,) * steps), drafting=span))
+    times.give(costs)
+    assert costs.step.points == {1: 2.0} and costs.setup == 5.0 and costs.draft_setup == 45.0
+    grow = Orders(Grow(Context(9, (1,)), NO_TREE, GROWTH))
+    tree = Tree(root_scored=True, steps=(1, 1))
+    for at in range(40):  # the way gets longer; the draft does not get slower
+        span = Span(99.0 * at, 99.0 * at + 5.0 + 4.0 + 60.0, link=60.0)
+        costs.observe({0: grow}, {0: Reports(tree=tree, drafting=span)})
+    assert costs.draft_setup == 65.0 and costs.draft_seconds(1) == pytest.approx(2.0) and costs.factor == 1.0
+
+
 def test_noise_makes_no_step_of_a_rehearsed_draft_free() -> None:
     times, costs = RehearsedTimes(), MeasuredCosts()
     few, many = REHEARSED_LENGTHS

@@ -16,11 +16,11 @@ from specbranch.core.orders import (
     Draft,
     Drafted,
     DraftOrder,
+    Effort,
     Grow,
     Plan,
     Prefill,
     Reached,
-    Span,
     Sparse,
 )
 from specbranch.core.request import Request
@@ -30,7 +30,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.lab.toys.toys import ToyRunner
 from toybench import PROFILE, VOCABULARY, law
 
-NOW = Span(1.0, 2.0)
+NOW = Effort(1.0)
 ON = Context(0, (1, 2, 3))
 GROWTH = Growth((0.0,) * 3, Experience(PROFILE).insight.chances(), most=6, worth=1.0, deepest=4)
 CHAIN, FORKS = Draft(ON, Plan(3)), Draft(ON, Plan(3, ((0, 1), (2, 2))), pending=2)
@@ -153,7 +153,7 @@ def test_a_text_that_was_sent_whole_is_not_missing() -> None:
         asked(CHAIN).check_stale((7,))
 
 
-@pytest.mark.parametrize("span", [Span(2.0, 1.0), Span(math.nan, 1.0), Span(0.0, math.inf), Span(0.0, 1.0, -1)])
-def test_a_time_that_is_none_is_refused(span: Span) -> None:
+@pytest.mark.parametrize("effort", [Effort(-1.0), Effort(math.nan), Effort(math.inf), Effort(1.0, -1)])
+def test_a_time_that_is_none_is_refused(effort: Effort) -> None:
     with pytest.raises(BadAnswer):
-        asked(CHAIN).check_round({}, span)
+        asked(CHAIN).check_round({}, effort)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbranch.core.orders import Branch, Context, Draft, Plan, Prefill, PrefillCount, Reached, Span
+from specbranch.core.orders import Branch, Context, Draft, Effort, Plan, Prefill, PrefillCount, Reached
 from specbranch.exec.child_speed import PREFILL_WAIT, TIMES, TIMES_LOST, Amount, ChildLimits, ChildSpeed, amount_of
 
 LIMITS = ChildLimits()
@@ -11,9 +11,9 @@ CHAIN = (Branch(0, (1,) * 10, (0.5,) * 10),)
 
 def measured(step: float, token: float | None = None) -> ChildSpeed:
     pace = ChildSpeed()
-    pace.learn({0: CHAIN}, Span(0.0, 10 * step, 10))
+    pace.learn({0: CHAIN}, Effort(10 * step, 10))
     if token is not None:
-        pace.learn({0: Reached(1000)}, Span(0.0, 1000 * token, 1000, {0: PrefillCount(1000)}))
+        pace.learn({0: Reached(1000)}, Effort(1000 * token, 1000, {0: PrefillCount(1000)}))
     return pace
 
 
@@ -42,7 +42,7 @@ def test_a_long_text_takes_long_before_the_worker_is_lost_and_a_short_one_does_n
 
 def test_a_worker_that_becomes_slow_is_believed_sooner_than_one_that_becomes_fast() -> None:
     slow, fast = measured(0.1), measured(0.1)
-    slow.learn({0: CHAIN}, Span(0.0, 10.0, 10))
-    fast.learn({0: CHAIN}, Span(0.0, 0.0, 10))
+    slow.learn({0: CHAIN}, Effort(10.0, 10))
+    fast.learn({0: CHAIN}, Effort(0.0, 10))
     assert slow.step is not None and fast.step is not None
     assert slow.step > 0.5 and fast.step > 0.08

@@ -12,16 +12,16 @@ from contextlib import suppress
 import pytest
 
 from specbranch.exec import link as link_module
-from specbranch.exec.link import HEADER, Link, LinkLost
+from specbranch.exec.link import HEADER, LinkLost, StreamLink
 from toybench import Interrupted
 
 HANG = 30.0  # seconds: longer than anything here takes on any machine
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Link, socket.socket]]:
+def ends() -> Iterator[tuple[StreamLink, socket.socket]]:
     ours, theirs = socket.socketpair()
-    link = Link(ours, most=1 << 20)
+    link = StreamLink(ours, most=1 << 20)
     yield link, theirs
     link.close()
     theirs.close()
@@ -31,7 +31,7 @@ def framed(message: bytes) -> bytes:
     return HEADER.pack(len(message)) + message
 
 
-def test_messages_come_whole_and_in_order_however_their_bytes_come(ends: tuple[Link, socket.socket]) -> None:
+def test_messages_come_whole_and_in_order_however_their_bytes_come(ends: tuple[StreamLink, socket.socket]) -> None:
     link, other = ends
     rng = random.Random(1)
     messages = [rng.randbytes(size) for size in (0, 1, 7, 8, 9, 300, 5000)]
@@ -46,7 +46,7 @@ def test_messages_come_whole_and_in_order_however_their_bytes_come(ends: tuple[L
     assert heard == messages
 
 
-def test_a_message_that_is_not_dropped_is_heard_again(ends: tuple[Link, socket.socket]) -> None:
+def test_a_message_that_is_not_dropped_is_heard_again(ends: tuple[StreamLink, socket.socket]) -> None:
     link, other = ends
     other.sendall(framed(b"one") + framed(b"two"))
     link.pump(HANG)
@@ -56,7 +56,7 @@ def test_a_message_that_is_not_dropped_is_heard_again(ends: tuple[Link, socket.s
     assert link.take() is None
 
 
-def test_nobody_waits_for_bytes_while_a_whole_message_is_there(ends: tuple[Link, socket.socket]) -> None:
+def test_nobody_waits_for_bytes_while_a_whole_message_is_there(ends: tuple[StreamLink, socket.socket]) -> None:
     link, other = ends
     other.sendall(framed(b"answer"))
     link.pump(HANG)
@@ -66,7 +66,7 @@ def test_nobody_waits_for_bytes_while_a_whole_message_is_there(ends: tuple[Link,
     assert link.take() == b"answer"
 
 
-def test_half_a_message_is_waited_for_no_longer_than_was_said(ends: tuple[Link, socket.socket]) -> None:
+def test_half_a_message_is_waited_for_no_longer_than_was_said(ends: tuple[StreamLink, socket.socket]) -> None:
     link, other = ends
     other.sendall(framed(b"a long answer")[:-1])
     link.pump(HANG)
@@ -78,7 +78,7 @@ def test_half_a_message_is_waited_for_no_longer_than_was_said(ends: tuple[Link, 
 
 
 def test_writing_to_an_end_that_does_not_read_returns_at_once_and_goes_on_later(
-    ends: tuple[Link, socket.socket],
+    ends: tuple[StreamLink, socket.socket],
 ) -> None:
     link, other = ends
     message = random.Random(2).randbytes(3_000_000)
@@ -95,7 +95,7 @@ def test_writing_to_an_end_that_does_not_read_returns_at_once_and_goes_on_later(
 
 @pytest.mark.parametrize("length", [(1 << 20) + 1, 2**40, 2**64 - 1])
 def test_a_message_larger_than_expected_ends_the_link_before_it_has_come(
-    ends: tuple[Link, socket.socket], length: int
+    ends: tuple[StreamLink, socket.socket], length: int
 ) -> None:
     link, other = ends
     other.sendall(struct.pack(">Q", length) + b"some bytes")
@@ -104,7 +104,7 @@ def test_a_message_larger_than_expected_ends_the_link_before_it_has_come(
         link.take()
 
 
-def test_what_was_said_before_hanging_up_is_heard_first(ends: tuple[Link, socket.socket]) -> None:
+def test_what_was_said_before_hanging_up_is_heard_first(ends: tuple[StreamLink, socket.socket]) -> None:
     link, other = ends
     other.sendall(framed(b"last words") + b"\0\0")
     other.close()
@@ -118,7 +118,7 @@ def test_what_was_said_before_hanging_up_is_heard_first(ends: tuple[Link, socket
     assert link.unsent == 0
 
 
-def test_a_closed_link_says_so_and_waits_for_nothing(ends: tuple[Link, socket.socket]) -> None:
+def test_a_closed_link_says_so_and_waits_for_nothing(ends: tuple[StreamLink, socket.socket]) -> None:
     link, _ = ends
     link.close()
     link.pump(None)
@@ -126,7 +126,7 @@ def test_a_closed_link_says_so_and_waits_for_nothing(ends: tuple[Link, socket.so
         link.take()
 
 
-def exchange(link: Link, other: socket.socket, requests: list[bytes], heard: list[bytes]) -> None:
+def exchange(link: StreamLink, other: socket.socket, requests: list[bytes], heard: list[bytes]) -> None:
     """Send what is left of some requests; each is answered by its own bytes."""
     while requests:
         link.post(requests[0])
@@ -145,7 +145,7 @@ def test_an_interrupt_at_any_line_leaves_a_link_that_works_or_says_it_is_lost() 
     lost = whole = 0
     for at in range(1, 120):
         ours, other = socket.socketpair()
-        link, heard = Link(ours), list[bytes]()
+        link, heard = StreamLink(ours), list[bytes]()
         requests = [b"one", b"two" * 500]
         with suppress(KeyboardInterrupt), Interrupted(at, link_module):
             exchange(link, other, requests, heard)

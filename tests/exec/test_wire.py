@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbranch.config import Rule, SamplingParams
-from specbranch.core.orders import Branch, Context, Draft, Grow, Measure, Plan, Span, Sparse, Until
+from specbranch.core.orders import Branch, Context, Draft, Effort, Grow, Measure, Plan, Sparse, Until
 from specbranch.core.request import Request
 from specbranch.core.trees import Chances, Growth, Node, Tree
 from specbranch.exec.messages import (
@@ -26,6 +26,7 @@ from specbranch.exec.messages import (
     RoundDrafted,
     StaleHolding,
     TargetDone,
+    Tokens,
     WireMessage,
     Work,
 )
@@ -96,7 +97,8 @@ PARTS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
     Open: {"request": requests},
     Work: {"orders": st.dictionaries(ints, orders, max_size=2)},
     HeadsDrawn: {"heads": st.dictionaries(ints, branches, max_size=2)},
-    RoundDrafted: {"made": st.dictionaries(ints, made, max_size=2), "span": full(Span)},
+    Tokens: {"tokens": st.dictionaries(ints, texts, max_size=3)},
+    RoundDrafted: {"made": st.dictionaries(ints, made, max_size=2), "effort": full(Effort)},
 }
 
 
@@ -135,8 +137,8 @@ def test_a_history_stays_with_its_session() -> None:
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -0.0, 5e-324, 0.1 + 0.2, 1e308])
 def test_a_float_comes_back_the_same(value: float) -> None:
-    back = from_bytes(to_bytes(RoundDrafted(1, {}, Span(value, value))))
-    assert isinstance(back, RoundDrafted) and repr(back.span.start) == repr(value)
+    back = from_bytes(to_bytes(RoundDrafted(1, {}, Effort(value))))
+    assert isinstance(back, RoundDrafted) and repr(back.effort.seconds) == repr(value)
 
 
 @given(message=any_message, cut=st.integers(1, 10**6))
@@ -182,20 +184,20 @@ def refused_or_ours(data: bytes) -> None:
         (b'["Leave",[1.0]]', "it holds 1.0 where int was expected"),
         (b'["Broken",[null]]', "it holds None where str was expected"),
         (
-            b'["RoundDrafted",[1,[[2,["list",[]]]],[0.0,1.0,0]]]',
+            b'["RoundDrafted",[1,[[2,["list",[]]]],[1.0,0]]]',
             "'list' where one of tuple, Tree, Reached was expected",
         ),
-        (b'["RoundDrafted",[1,[[2,["tuple",[[0,[],[0.5],null]]]]],[0.0,1.0,0]]]', "where packed floats was expected"),
-        (b'["RoundDrafted",[1,[[2,["tuple",[[0,[],"AAAA",null]]]]],[0.0,1.0,0]]]', "is no message of ours"),
+        (b'["RoundDrafted",[1,[[2,["tuple",[[0,[],[0.5],null]]]]],[1.0,0]]]', "where packed floats was expected"),
+        (b'["RoundDrafted",[1,[[2,["tuple",[[0,[],"AAAA",null]]]]],[1.0,0]]]', "is no message of ours"),
         (
-            b'["RoundDrafted",[1,[[2,["tuple",[[0,[1,true],"",null]]]]],[0.0,1.0,0]]]',
+            b'["RoundDrafted",[1,[[2,["tuple",[[0,[1,true],"",null]]]]],[1.0,0]]]',
             "where a list of int was expected",
         ),
         (
-            b'["RoundDrafted",[1,[[2,["Tree",[[[1],[],"","",[],[],"",[],[],[]],true,[]]]]],[0.0,1.0,0]]]',
+            b'["RoundDrafted",[1,[[2,["Tree",[[[1],[],"","",[],[],"",[],[],[]],true,[]]]]],[1.0,0]]]',
             "is no message of ours",
         ),
-        (b'["RoundDrafted",[1,[[2]],[0.0,1.0,0]]]', "where a list of 2 was expected"),
+        (b'["RoundDrafted",[1,[[2]],[1.0,0]]]', "where a list of 2 was expected"),
         (
             b'["Work",[1,[[2,["Draft",[[0,[]],[1,[],0.0,false,"bottom",false,"top","length"],0,0]]]]]]',
             r"'bottom' where one of \('top', 'entropy'\)",

@@ -41,6 +41,9 @@ def doctor(executor: ExecutorName, colour: bool | None, as_json: bool, **given: 
     It checks versions, processor, kernels, memory, disk and models. The target answers three prompts. The command
     compares the draft with the target, times both, and replays the answers with each method in modelled time. It
     fetches nothing, takes less than a minute on two cores, and exits with 1 if there is a problem.
+
+    With --draft tcp://HOST:PORT it asks that draft worker instead, and says whether the link pays: it measures three
+    answers with and without the worker.
     """
     from specbranch.cli.profile import pair_choices
     from specbranch.cli.progress import counted

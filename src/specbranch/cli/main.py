@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "specbranch.cli.generate:generate",
     "chat": "specbranch.cli.chat:chat",
     "serve": "specbranch.cli.serve:serve",
+    "draft-worker": "specbranch.cli.draft_worker:draft_worker",
     "verify": "specbranch.cli.verify:verify",
     "trace": "specbranch.cli.trace:trace",
     "distill": "specbranch.cli.distill:distill",

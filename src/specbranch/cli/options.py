@@ -19,6 +19,7 @@ from specbranch.config import TUNED_FOR, LoadOptions, SamplingParams, Speculativ
 from specbranch.core.methods import METHODS, find_method
 from specbranch.core.policies import POLICIES
 from specbranch.errors import BadParameter
+from specbranch.exec.address import is_link
 from specbranch.pairs import DEFAULT_PAIR, PAIRS, chosen_models, draft_path
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ DRAFT = (
     _draft(
         "--draft",
         metavar="MODEL",
-        help="Draft model with the target's vocabulary, or a pair's name, which stands for its draft.",
+        help="Draft model with the target's vocabulary, or a pair's name, which stands for its draft, or the address "
+        "of a draft worker: tcp://HOST:PORT, with a certificate tls://HOST:PORT (see `specbranch draft-worker`).",
     ),
     _draft("--draft-device", metavar="DEVICE", help="Device of the draft [the target's]."),
     _draft(
@@ -341,7 +343,7 @@ def load_llm(given: dict[str, Any]) -> LLM:
     chosen = {name: given[name] for name in names if given.get(name) is not None}
     target, draft = chosen_models(*(chosen.get(name) for name in ("pair", "target", "draft")))
     drafting = _used_draft(config.get("method"), draft, warn="draft" in chosen)
-    if drafting is not None:
+    if drafting is not None and not is_link(drafting):
         pulled(draft_path(drafting))  # before the target: a pair's draft may be missing, and a fetch takes long
     pulled(target)
     if given.get("config") is not None:
@@ -389,7 +391,8 @@ def _warn_of_other_circumstances(given: dict[str, Any], target: str, draft: str 
     tuned = settings.get(TUNED_FOR)
     if not isinstance(tuned, dict):
         return
-    here = {"target_identity": identity(target), "draft_identity": None if draft is None else identity(draft)}
+    theirs = None if draft is None or is_link(draft) else identity(draft)
+    here = {"target_identity": identity(target), "draft_identity": theirs}
     if any(tuned.get(name) != value for name, value in here.items()):
         click.echo(f"{file} was tuned for another pair ({tuned.get('pair')}); it is used all the same.", err=True)
     elif tuned.get("overlap") and given.get("clock") is None and given.get("executor") in (None, "serial"):

@@ -86,7 +86,7 @@ class Costs(Protocol):
 
     @property
     def draft_setup(self) -> float:
-        """Seconds that the draft needs once in a round, beside its steps."""
+        """Seconds that the draft needs once in a round, beside its steps: also the way to its process and back."""
         ...
 
     @property
@@ -213,6 +213,7 @@ class MeasuredCosts:
         self._padded = padded
         self.target, self.step = Curve(SLOPE), Curve(LANE)
         self.setup = 0.0
+        self.link = Recent()  # seconds of orders and answers on their way to another process and back
         self.factor = 1.0  # how slow the machine is now, by its speed at load
         self.hosts: dict[tuple[RunKind, int], Recent] = {}  # by the power of two of the sessions, too
         self.slow_downs: dict[Model, Recent] = {model: Recent() for model in get_args(Model)}
@@ -227,8 +228,8 @@ class MeasuredCosts:
 
     @property
     def draft_setup(self) -> float:
-        """Seconds that the draft needs once in a round, beside its steps."""
-        return self.factor * self.setup
+        """Seconds that the draft needs once in a round, beside its steps: also the way to its process and back."""
+        return self.factor * self.setup + self.link.median
 
     @property
     def slow_down(self) -> float:
@@ -317,15 +318,17 @@ class MeasuredCosts:
         prefilled = prefilled or any(order.prefill or _prefills(order.verify) for order in orders.values())
         spans = [span for span in (drafting, verifying) if span is not None]
         self._drafted_before = verifying is None
+        if drafting is not None and drafting.link:
+            self.link.add(drafting.link)
         if drafting is not None and steps and not self.knows_draft and not reads:
-            self._drafted(drafting.seconds, steps, overlaps)
+            self._drafted(drafting.work_seconds, steps, overlaps)
         elif self.launches_ahead and not overlaps:
             clean = not (prefilled or reads or self._reads)
             self._whole_run(spans, kind, len(orders), self._modelled(verifying, steps) if clean else None)
             self._reads = reads
             return
         elif drafting is not None and steps and not reads:
-            self._drafted(drafting.seconds, steps, overlaps)
+            self._drafted(drafting.work_seconds, steps, overlaps)
         if verifying is not None and not prefilled:
             self._verified(verifying, len(steps) if overlaps else 0)
         self._between(spans, kind, len(orders))
@@ -349,7 +352,7 @@ class MeasuredCosts:
 
     def _modelled(self, verifying: Span | None, steps: list[int]) -> float | None:
         """Return the seconds of a run's forwards, as they were timed at load; None: some were not."""
-        seconds = self.setup + sum(self.step.seconds(width) for width in steps) if steps else 0.0
+        seconds = self.draft_setup / self.factor + sum(self.step.seconds(width) for width in steps) if steps else 0.0
         if verifying is not None:
             rows = self._rows(verifying.tokens)
             # A step that was launched ahead may be almost done when its round begins. More rows never take less.
@@ -400,7 +403,7 @@ class MeasuredCosts:
 
     def _drafted(self, seconds: float, steps: list[int], overlaps: bool) -> None:
         """Learn from the draft's part of a round."""
-        expected = self.draft_setup + sum(self.draft_seconds(width) for width in steps)
+        expected = self.factor * self.setup + sum(self.draft_seconds(width) for width in steps)
         if overlaps and self.knows_draft:
             self.slow_downs["draft"].add((seconds - expected) / len(steps))
         elif not self.step.meet(_mean(steps), (seconds / self.factor - self.setup) / len(steps)):

@@ -294,11 +294,31 @@ class Span:
     end: float
     tokens: int = 0  # rows that the model computed
     prompts: Mapping[int, PrefillCount] = field(default_factory=dict)  # what was prefilled, by session
+    link: float = 0.0  # seconds of it that orders and answers were on their way to another process and back
 
     @property
     def seconds(self) -> float:
         """How long it took."""
         return self.end - self.start
+
+    @property
+    def work_seconds(self) -> float:
+        """How long it took without the way."""
+        return self.seconds - self.link
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What a worker in another process took for its work: a duration, because the clocks of two machines do not
+    compare."""
+
+    seconds: float
+    tokens: int = 0
+    prompts: Mapping[int, PrefillCount] = field(default_factory=dict)
+
+    def placed(self, start: float, link: float) -> Span:
+        """Return it as a span on the executor's clock: ordered at `start`, `link` seconds on the way."""
+        return Span(start, start + link + self.seconds, self.tokens, self.prompts, link)
 
 
 DraftOrder = Draft | Grow | Prefill

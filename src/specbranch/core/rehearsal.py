@@ -133,6 +133,7 @@ class RehearsedTimes:
     def __init__(self) -> None:
         self._targets: dict[int, list[float]] = {}  # by rows
         self._drafts: dict[int, dict[int, list[float]]] = {}  # by width, then by number of steps
+        self._links: list[float] = []
 
     def take(self, report: Reports) -> None:
         """Note the times of a round."""
@@ -140,7 +141,9 @@ class RehearsedTimes:
             self._targets.setdefault(report.verifying.tokens, []).append(report.verifying.seconds)
         if report.drafting is not None and report.tree is not None and (steps := report.tree.steps):
             by_steps = self._drafts.setdefault(max(steps), {})
-            by_steps.setdefault(len(steps), []).append(report.drafting.seconds)
+            by_steps.setdefault(len(steps), []).append(report.drafting.work_seconds)
+            if report.drafting.link:
+                self._links.append(report.drafting.link)
 
     def give(self, costs: MeasuredCosts) -> None:
         """Set what was timed: forwards by rows, and draft steps by width. What steps do not explain is setup.
@@ -160,3 +163,5 @@ class RehearsedTimes:
             costs.step.set(width, least)
             setups.append(max(shorter - few * least, 0.0))
         costs.setup = median(setups) if setups else 0.0
+        for seconds in self._links:
+            costs.link.add(seconds)

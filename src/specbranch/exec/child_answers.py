@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Prefill, Reached, Span, Sparse
+from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Effort, Grow, Prefill, Reached, Sparse
 from specbranch.core.runner import MOST_ENTRIES
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import LOOKS, Node, Tree
@@ -45,7 +45,7 @@ class Asked:
         for session in sessions:
             _expect(self._order(session).on.base > 0, f"session {session} as missing, which was sent whole")
 
-    def check_round(self, made: Mapping[int, Drafted], span: Span) -> None:
+    def check_round(self, made: Mapping[int, Drafted], effort: Effort) -> None:
         """Refuse answers that do not fit their orders."""
         for session, what in made.items():
             match self._order(session), what:
@@ -57,7 +57,7 @@ class Asked:
                     _expect(0 <= tokens <= len(order.on), f"{tokens} tokens read of {len(order.on)}")
                 case order, _:
                     raise BadAnswer(f"a {type(what).__name__} for a {type(order).__name__}")
-        _check_span(span)
+        _check_effort(effort)
 
     def _order(self, session: int) -> DraftOrder:
         _expect(session in self.orders, f"something for session {session}, for which nothing was ordered")
@@ -131,9 +131,9 @@ def _fixed_fields(node: Node) -> tuple[int, int, bool]:
     return node.token, node.parent, node.sent
 
 
-def _check_span(span: Span) -> None:
-    _expect(math.isfinite(span.start) and span.start <= span.end < math.inf, f"a round from {span.start} to {span.end}")
-    counts = [span.tokens, *(count for prompt in span.prompts.values() for count in (prompt.read, prompt.cached))]
+def _check_effort(effort: Effort) -> None:
+    _expect(0.0 <= effort.seconds < math.inf, f"a round of {effort.seconds} seconds")
+    counts = [effort.tokens, *(count for prompt in effort.prompts.values() for count in (prompt.read, prompt.cached))]
     _expect(min(counts) >= 0, "a negative count of tokens")
 
 

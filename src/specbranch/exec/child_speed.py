@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Prefill, Span
+from specbranch.core.costs import Recent
+from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Effort, Grow, Prefill
 from specbranch.core.trees import Tree
 
 TIMES = 3.0  # factor on the expected seconds of the work: a round waits this long …
@@ -46,30 +47,40 @@ def amount_of(orders: Mapping[int, DraftOrder]) -> Amount:
 
 
 class ChildSpeed:
-    """The speed of a worker: smoothed seconds for a step, and for a token of prefill."""
+    """The speed of a worker: smoothed seconds for a step, for a token of prefill, and of messages on their way."""
 
     def __init__(self) -> None:
         self.step: float | None = None
         self.token: float | None = None
+        self._trips: Recent = Recent()
 
-    def learn(self, made: Mapping[int, Drafted], span: Span) -> None:
-        """Learn from the span of a round."""
-        if sum(prompt.read for prompt in span.prompts.values()) >= PREFILL_TOKENS:
-            self.token = _smoothed(self.token, span.seconds / span.tokens) if span.tokens else self.token
+    @property
+    def trip(self) -> float:
+        """Seconds of an order and its answer on their way, about."""
+        return self._trips.median
+
+    def learn_trip(self, seconds: float) -> None:
+        """Learn from an answer that was waited for."""
+        self._trips.add(seconds)
+
+    def learn(self, made: Mapping[int, Drafted], effort: Effort) -> None:
+        """Learn from what a round took."""
+        if sum(prompt.read for prompt in effort.prompts.values()) >= PREFILL_TOKENS:
+            self.token = _smoothed(self.token, effort.seconds / effort.tokens) if effort.tokens else self.token
         else:
             steps = max(map(_taken, made.values()), default=1)
-            self.step = _smoothed(self.step, span.seconds / max(steps, 1))
+            self.step = _smoothed(self.step, effort.seconds / max(steps, 1))
 
     def patience(self, amount: Amount, limits: ChildLimits) -> float:
         """Return how long a round waits before it asks for the answer so far."""
         if self.step is None:
             return limits.unmeasured
         prefill = min(amount.prefill * (self.token or self.step), PREFILL_WAIT)
-        return max(limits.grace, TIMES * (prefill + amount.steps * self.step))
+        return max(limits.grace, TIMES * (prefill + amount.steps * self.step + self.trip))
 
     def last_patience(self, limits: ChildLimits) -> float:
         """Return how long it waits after that: for one step."""
-        return max(limits.grace, TIMES * (self.step or 0.0))
+        return max(limits.grace, TIMES * ((self.step or 0.0) + self.trip))
 
     def limit(self, amount: Amount, limits: ChildLimits, first: bool) -> float:
         """Return after how long the worker counts as lost; `first`: it has not answered any order yet."""

@@ -1,16 +1,17 @@
-"""Framed messages over a stream socket that never blocks, unless its user asks to wait.
+"""A link carries whole messages between a target and a draft worker, and never blocks unless its user asks to wait.
 
-Owns the frame (8 bytes of length, then the bytes), the bytes that wait to be written, and the received part of the next
-frame. Does not know what messages mean. Invariants: a message is delivered whole or not at all, and memory is only
-taken for received bytes. An interrupt at any line leaves a link that works, or one that reports it is lost.
+Owns the protocol `Link`, and `StreamLink`, which frames messages on a byte stream: a socket pair, TCP or TLS
+(`exec/dialling.py` has a link that is still being made). A frame is 8 bytes of length, then the bytes. Does not know
+what messages mean. Invariants: a message is delivered whole or not at all, and memory is only taken for received bytes.
+An interrupt at any line leaves a link that works, or one that reports it is lost.
 """
 
 from __future__ import annotations
 
 import math
 import select
-import socket
 from struct import Struct
+from typing import Protocol
 
 HEADER = Struct(">Q")
 LINK_BYTES = 1 << 18  # bytes moved at once
@@ -20,12 +21,74 @@ class LinkLost(Exception):
     """Nothing more can come over this link."""
 
 
-class Link:
+class Link(Protocol):
     """One end of a stream of messages."""
 
-    def __init__(self, stream: socket.socket, most: float = math.inf) -> None:
+    @property
+    def unsent(self) -> int:
+        """How many bytes wait to be written."""
+        ...
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds to the other end and back, as measured when the link was made; 0: not measured."""
+        ...
+
+    def post(self, message: bytes) -> None:
+        """Queue a message; `pump` writes it. It is dropped if the link has ended."""
+        ...
+
+    def pump(self, seconds: float | None = 0.0) -> None:
+        """Wait at most `seconds` until bytes can be moved (None: without limit), then move what can be.
+
+        It does not wait while a whole message is there: the last call may have received it.
+        """
+        ...
+
+    def peek(self) -> bytes | None:
+        """Return the first whole message, and keep it until `drop`; raises LinkLost if none can come."""
+        ...
+
+    def drop(self) -> None:
+        """Drop the message that `peek` returned."""
+        ...
+
+    def close(self) -> None:
+        """Hang up."""
+        ...
+
+
+class Stream(Protocol):
+    """A byte stream that does not block: `send` and `recv` raise BlockingIOError if they would have to wait."""
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        ...
+
+    def setblocking(self, flag: bool, /) -> None:
+        """Set whether it blocks."""
+        ...
+
+    def send(self, data: bytearray, /) -> int:
+        """Write what can be written; returns how many bytes that was."""
+        ...
+
+    def recv(self, count: int, /) -> bytes:
+        """Read at least one byte, or nothing at the end; what is read leaves no bytes that `poll` does not see."""
+        ...
+
+    def close(self) -> None:
+        """Close it."""
+        ...
+
+
+class StreamLink:
+    """Framed messages on a byte stream."""
+
+    def __init__(self, stream: Stream, most: float = math.inf, round_trip: float = 0.0) -> None:
         """`most`: the largest message that the other end may send, in bytes."""
         stream.setblocking(False)
+        self.round_trip = round_trip
         self._stream = stream
         self._most = most
         self._poll = select.poll()
@@ -39,6 +102,10 @@ class Link:
     def unsent(self) -> int:
         """How many bytes wait to be written."""
         return len(self._outgoing)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._stream.fileno()
 
     def post(self, message: bytes) -> None:
         """Queue a message; `pump` writes it. It is dropped if the link has ended."""
@@ -55,7 +122,8 @@ class Link:
         if self._ended is None and self._wait(seconds if self._first_end() is None else 0.0):
             self._torn = True
             self._write()
-            self._read()
+            if self._first_end() is None or len(self._incoming) < LINK_BYTES:  # otherwise the other end has to wait
+                self._read()
             self._torn = False
 
     def peek(self) -> bytes | None:

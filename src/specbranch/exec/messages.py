@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbranch.core.orders import Branch, Drafted, DraftOrder, Span
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Effort
 from specbranch.core.request import Request
 
 
@@ -101,9 +101,54 @@ class RoundDrafted:
 
     ticket: int
     made: dict[int, Drafted]
-    span: Span
+    effort: Effort
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """First message of a draft worker that serves on a network: its draft, and the digest of its vocabulary."""
+
+    name: str
+    identity: str  # a digest of the model's files
+    device: str
+    fingerprint: str  # of the vocabulary: equal where all ids mean the same
+    vocabulary: int  # it drafts ids below this one
+
+
+@dataclass(frozen=True, slots=True)
+class TellTokens:
+    """The target's vocabulary has another digest; it wants to compare the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The draft's vocabulary: its size, and the token of each id."""
+
+    size: int
+    tokens: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A target wants drafts, of ids below `vocabulary`; the worker answers Ready, or Broken."""
+
+    vocabulary: int
 
 
 WireMessage = (
-    Hello | Open | Leave | Work | TargetDone | Enough | Ready | Broken | HeadsDrawn | StaleHolding | RoundDrafted
+    Hello
+    | Open
+    | Leave
+    | Work
+    | TargetDone
+    | Enough
+    | Ready
+    | Broken
+    | HeadsDrawn
+    | StaleHolding
+    | RoundDrafted
+    | Served
+    | TellTokens
+    | Tokens
+    | Join
 )

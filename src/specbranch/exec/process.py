@@ -1,29 +1,28 @@
-"""The executor with the draft in a child process and the target in this one, both at work at once.
+"""The executor with the draft in another process and the target in this one, both at work at once.
 
-Owns the child's life, and how long a round waits for it. Invariants: nothing here blocks on the socket. Losing the
-child never loses a request: the round goes on without branches. A new child is started after a wait that doubles with
-each loss, and gets all sessions once it is ready. A late child is not stopped: rounds go on without branches until it
-has answered, and its late answer is dropped.
+The draft's process ("child") is started here, or listens on a network; `children` and `dialling` have both. Owns when a
+child is started or reached again, and how long a round waits for it. Invariants: nothing here blocks on the link.
+Losing the child never loses a request: the round goes on without branches. A new child is started after a wait that
+doubles with each loss, and gets all sessions once it is ready. A late child is not stopped: rounds go on without
+branches until it has answered, and its late answer is dropped. A child says how long it worked, never when: its clock
+may be another machine's.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specbranch.core.loop import DraftState, KVSlots
-from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Effort, Orders, Reports, Span
 from specbranch.core.request import Request
 from specbranch.core.warm_up import warming
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.child_answers import Asked, BadAnswer
 from specbranch.exec.child_speed import ChildLimits, ChildSpeed, amount_of
+from specbranch.exec.children import Child, DraftSource, Spawn
 from specbranch.exec.halves import (
     DecodesWithTarget,
     Made,
@@ -34,17 +33,17 @@ from specbranch.exec.halves import (
     reports_of,
     run_deferred,
 )
-from specbranch.exec.link import Link, LinkLost
+from specbranch.exec.link import LinkLost
 from specbranch.exec.messages import (
     Broken,
     Enough,
     HeadsDrawn,
-    Hello,
     Leave,
     Open,
     Ready,
     Recipe,
     RoundDrafted,
+    Served,
     StaleHolding,
     TargetDone,
     WireMessage,
@@ -57,46 +56,11 @@ from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
 log = logging.getLogger("specbranch")
 
 LONGEST_RESTART_WAIT = 60.0  # seconds before a lost child is restarted, at most
-MOST_ANSWER = 1 << 26  # bytes of a message from the child; many lanes with distributions need a tenth of it
 HANDING_OVER = 0.05  # seconds in which a working child takes an order larger than the socket's buffer
-DYING = 0.2  # seconds of waiting for a killed process
 
 
 class Lost(Exception):
     """The child died, hung or broke."""
-
-
-@dataclass(slots=True)
-class Child:
-    """A running draft process and our end of the link to it."""
-
-    process: subprocess.Popen[bytes]
-    link: Link
-    ready: bool = False
-    again: bool = False  # it replaces a lost one
-    answered: bool = False  # it has answered at least one order
-
-    @classmethod
-    def start(cls, recipe: Recipe, again: bool = False) -> Child:
-        """Start a process that makes its worker by a recipe; it sends Ready after that."""
-        hello = to_bytes(Hello(tuple(sys.path), recipe))  # first: it raises if the recipe cannot be sent
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "specbranch.exec.child", str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        child = cls(process, Link(ours, MOST_ANSWER), again=again)
-        child.link.post(hello)
-        return child
-
-    def stop(self, seconds: float) -> None:
-        """Close the link, and kill the process unless it ends within `seconds`."""
-        self.link.close()
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            with suppress(subprocess.TimeoutExpired):  # a driver may block it; do not wait for that
-                self.process.wait(DYING)
 
 
 @dataclass(slots=True)
@@ -106,6 +70,7 @@ class ChildRound:
     ticket: int
     orders: dict[int, DraftOrder]
     by_ratio: frozenset[int] = frozenset()  # its sessions under the ratio rule
+    sent: float = 0.0  # when it was sent
     until: float = 0.0  # until when the round waits for it
     limit: float = 0.0  # when the child counts as lost without an answer
     taken_by: float = 0.0  # when the child counts as lost if it has not read the order from the socket
@@ -115,6 +80,7 @@ class ChildRound:
     target_done: bool = False  # the child was sent TargetDone
     ending: bool = False  # the child was asked for its answer so far
     late: bool = False  # the round went on without its answer
+    waiting: bool = False  # the round waits for it just now, so what comes has just arrived
 
     @property
     def announced(self) -> bool:
@@ -128,16 +94,17 @@ class Process(DecodesWithTarget):
     def __init__(
         self,
         target: Verifier,
-        recipe: Recipe,
+        source: Recipe | DraftSource,
         limits: ChildLimits | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`source`: where the draft's worker comes from; of a recipe, a process is made here."""
         self.target = target
         self.restarts = 0
         self.now = clock
         self._warmed = warming((target.runner,))
-        self._recipe = recipe
-        self._limits = limits or ChildLimits()
+        self._source: DraftSource = Spawn(source) if isinstance(source, Recipe) else source
+        self._limits = limits or self._source.limits
         self._pace = ChildSpeed()
         self._sessions: dict[int, Request] = {}
         self._ticket = 0
@@ -147,16 +114,26 @@ class Process(DecodesWithTarget):
         self._closed = False
         self._child: Child | None = None
         try:
-            self._child = Child.start(recipe)
+            self._child = self._source.start()
             self._await_first(self._child)
         except Lost as loss:
             self.close()
-            raise ModelError(f"The draft worker could not start: {loss}.") from loss
+            raise ModelError(f"{self._source.unavailable}: {loss}.") from loss
 
     @property
     def child_pid(self) -> int | None:
-        """The process id of the draft worker; None while there is none."""
-        return self._child.process.pid if self._child else None
+        """The process id of the draft worker; None while there is none, or none that was started here."""
+        return self._child.process.pid if self._child and self._child.process else None
+
+    @property
+    def served(self) -> Served | None:
+        """What a worker on a network has said of its draft; None if the draft's process was started here."""
+        return self._source.served
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds of an order and its answer on their way, about."""
+        return self._pace.trip
 
     @property
     def late_captures(self) -> int:
@@ -167,7 +144,7 @@ class Process(DecodesWithTarget):
     def draft_state(self) -> DraftState:
         """What the draft can do now; a child that has ended counts as lost before a round finds out."""
         child, work = self._child, self._work
-        if child is None or child.process.poll() is not None:
+        if child is None or child.has_exited:
             return "lost"
         if not child.ready:
             return "starting"
@@ -225,6 +202,8 @@ class Process(DecodesWithTarget):
         """Send the child its work, if it can take any; a round without drafts only receives messages."""
         self._hear()
         self._lose_if_hung()
+        if self._source.eager and self._child is None:
+            self._start_again()
         if not drafts or not self._available():
             return None
         self._ticket += 1
@@ -246,7 +225,8 @@ class Process(DecodesWithTarget):
     def _allow(self, work: ChildRound) -> None:
         """Set the time limits of an order."""
         assert self._child
-        now, amount = self.now(), amount_of(work.orders)
+        work.sent = now = self.now()
+        amount = amount_of(work.orders)
         work.until = now + self._pace.patience(amount, self._limits)
         work.taken_by = now + self._limits.hung
         work.limit = now + self._pace.limit(amount, self._limits, first=not self._child.answered)
@@ -268,10 +248,14 @@ class Process(DecodesWithTarget):
         Lanes are cut between two steps, by the clock. So what they keep never depends on a token drawn after it. A
         whole answer is dropped only if a single step, or prefill, takes too long, whatever its tokens are.
         """
+        if work is not None and not there(work):
+            self._hear()  # what has come before this moment was on its way for an unknown time
         while work is not None and work is self._work and not work.late and not there(work):
             left = work.until - self.now()
             if left > 0.0:
+                work.waiting = True
                 self._hear(left)
+                work.waiting = False
             elif not work.ending:
                 self._ask_for_answer(work)
             else:
@@ -297,9 +281,11 @@ class Process(DecodesWithTarget):
                 self._take(child, from_bytes(data))
                 child.link.drop()  # not earlier: after an interrupt the message is taken again
         except LinkLost as error:
-            raise Lost(f"the draft process ended: {error}") from error
+            # a worker on a network that was not reached has not ended
+            said = str(error) if child.process is None and not child.ready else f"{self._source.name} ended: {error}"
+            raise Lost(said) from error
         except (BadMessage, BadAnswer) as error:
-            raise Lost(f"the draft process cannot be understood: {error}") from error
+            raise Lost(f"{self._source.name} cannot be understood: {error}") from error
 
     def _await_first(self, child: Child) -> None:
         """Wait until the first child is ready, or raise Lost."""
@@ -313,7 +299,7 @@ class Process(DecodesWithTarget):
         work = self._work
         match message:
             case Broken(reason):
-                raise Lost(f"the draft process failed: {reason[:500]}")
+                raise Lost(f"{self._source.name} failed: {reason[:500]}")
             case Ready() if not child.ready:
                 self._welcome(child)
             case HeadsDrawn(ticket) | RoundDrafted(ticket) | StaleHolding(ticket) if 0 < ticket <= self._ticket:
@@ -331,12 +317,25 @@ class Process(DecodesWithTarget):
             case StaleHolding(_, sessions):
                 asked.check_stale(sessions)
                 self._send_whole(work, sessions)
-            case RoundDrafted(_, made, span):
-                asked.check_round(made, span)
-                self._pace.learn(made, span)
+            case RoundDrafted(_, made, effort):
+                asked.check_round(made, effort)
+                work.span = self._placed(work, made, effort)
                 self._failures, child.answered = 0, True
-                work.made, work.span = made, span
+                work.made = made
                 self._work = None
+
+    def _placed(self, work: ChildRound, made: dict[int, Drafted], effort: Effort) -> Span:
+        """Return a round's work on our clock: it began when it was ordered, and part of the time was the way.
+
+        Only the time of an answer that was waited for shows how long the way is. No work takes longer than its answer.
+        """
+        passed = max(self.now() - work.sent, 0.0)
+        effort = replace(effort, seconds=min(effort.seconds, passed))
+        beyond = passed - effort.seconds
+        if work.waiting:
+            self._pace.learn_trip(beyond)
+        self._pace.learn(made, effort)
+        return effort.placed(work.sent, beyond if work.waiting else min(self._pace.trip, beyond))
 
     def _send_whole(self, work: ChildRound, sessions: tuple[int, ...]) -> None:
         """Send stale sessions whole, unless the round goes on without the child."""
@@ -365,16 +364,18 @@ class Process(DecodesWithTarget):
         for session, request in self._sessions.items():
             self._post(Open(session, request))
         child.ready = True
+        if child.link.round_trip:
+            self._pace.learn_trip(child.link.round_trip)
         if child.again:
             self.restarts += 1
-            log.warning("The draft worker was restarted; drafting resumes.")
+            log.warning("The draft worker is back; drafting resumes.")
 
     def _start_again(self) -> None:
         if self.now() < self._again_at:
             return
         self._started = self.now()
         try:
-            self._child = Child.start(self._recipe, again=True)
+            self._child = self._source.start(again=True)
         except OSError as error:
             self._lose(Lost(f"no new process could be made: {error}"))
 
@@ -392,18 +393,22 @@ class Process(DecodesWithTarget):
         """Lose a child that has missed a limit."""
         child, work, now = self._child, self._work, self.now()
         if child and not child.ready and now - self._started > self._limits.start:
-            self._lose(Lost("the draft process takes too long to load its model"))
+            self._lose(Lost(f"{self._source.name} takes too long to load its model"))
         elif child and work and now > work.taken_by and child.link.unsent:
-            self._lose(Lost("the draft process does not read its order"))
+            self._lose(Lost(f"{self._source.name} does not read its order"))
         elif work and now > work.limit:
-            self._lose(Lost("the draft process has missed the time limit of its order"))
+            self._lose(Lost(f"{self._source.name} has missed the time limit of its order"))
 
     def _lose(self, loss: Lost) -> None:
         self._failures += 1
         # the inner bound: a float overflows at 2 ** 1024
-        wait = min(2.0 ** min(self._failures - 1, 10), LONGEST_RESTART_WAIT)
+        wait = min(2.0 ** min(self._failures - 1, 10), LONGEST_RESTART_WAIT, self._source.longest_wait)
         self._again_at = self.now() + wait
-        log.warning("Draft worker lost (%s); decoding goes on without it, and it is tried again in %.0f s.", loss, wait)
+        # a worker that stays away is no news; one that was started here and fails again is
+        level = logging.INFO if self._failures > 1 and self._child and self._child.process is None else logging.WARNING
+        log.log(
+            level, "Draft worker lost (%s); decoding goes on without it, and it is tried again in %.0f s.", loss, wait
+        )
         self._stop_child(0.0)
 
     def _stop_child(self, seconds: float) -> None:

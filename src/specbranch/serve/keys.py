@@ -19,10 +19,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specbranch.errors import BadParameter
+from specbranch.exec.address import is_loopback
 from specbranch.serve.errors import ApiError
 from specbranch.serve.headers import is_page
 from specbranch.serve.notes import note_of
-from specbranch.serve.settings import ServerSettings, is_loopback
+from specbranch.serve.settings import ServerSettings
 
 log = logging.getLogger("specbranch.serve")
 OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/openapi.json")  # and the page

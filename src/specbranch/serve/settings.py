@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 
 from specbranch.errors import BadParameter, unknown
+from specbranch.exec.address import is_loopback
 from specbranch.text.tools.formats import FORMAT_ALIASES, FORMATS, NO_REASONING, REASONING
 
 MOST_SAMPLES = 128  # of one request: n times its prompts
@@ -69,13 +69,3 @@ class ServerSettings:
 def _check_name(what: str, name: str | None, known: Collection[str]) -> None:
     if name is not None and name not in known:
         raise unknown(what, name, known)
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if a name or an address means this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

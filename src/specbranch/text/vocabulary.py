@@ -6,6 +6,8 @@ one model. The draft never proposes them, and losslessness does not depend on th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from specbranch.errors import VocabularyMismatch
 from specbranch.text.tokenizer import Tokenizer
 
@@ -17,14 +19,18 @@ def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> int:
     common = min(target.vocabulary_size, draft.vocabulary_size)
     if target.fingerprint == draft.fingerprint:
         return common
-    ours, theirs = target.vocabulary(), draft.vocabulary()
+    return compare_tokens(target.vocabulary(), draft.vocabulary(), common)
+
+
+def compare_tokens(ours: Mapping[int, str], theirs: Mapping[int, str], common: int) -> int:
+    """Return `common`, or raise if the target's tokens and the draft's differ below that id."""
     different = [i for i in range(common) if i in ours and i in theirs and ours[i] != theirs[i]]
     if different or not common:
         raise VocabularyMismatch(_sentence(different, ours, theirs, common))
     return common
 
 
-def _sentence(different: list[int], ours: dict[int, str], theirs: dict[int, str], common: int) -> str:
+def _sentence(different: list[int], ours: Mapping[int, str], theirs: Mapping[int, str], common: int) -> str:
     shown = "; ".join(
         f"{i} is {ours[i]!r} to the target and {theirs[i]!r} to the draft" for i in different[:SHOWN_TOKENS]
     )

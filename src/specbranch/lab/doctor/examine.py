@@ -12,10 +12,12 @@ from typing import Any
 from specbranch.assembly import ModelChoice
 from specbranch.config import ExecutorName
 from specbranch.errors import SpecBranchError
+from specbranch.exec.address import is_link
 from specbranch.lab.doctor.finding import Finding, note, problem
 from specbranch.lab.doctor.gains import Prediction, answers, predict, recommendation
 from specbranch.lab.doctor.installation import installation
-from specbranch.lab.doctor.pair import agreement, costs, kernels, models_at_hand
+from specbranch.lab.doctor.link import link
+from specbranch.lab.doctor.pair import agreement, costs, kernels, models_at_hand, target_at_hand
 from specbranch.lab.measure.loaded_pair import load_pair
 from specbranch.lab.measure.probes import QUICK
 from specbranch.lab.measure.profile_pair import measure
@@ -69,6 +71,9 @@ def examine(patient: Patient, tell: Tell = lambda finding: None, progress: Steps
         return all(finding.level != "problem" for finding in report.findings[start:])
 
     take(installation())
+    if is_link(patient.draft.name):
+        _reached(patient, take, progress)
+        return report
     if not take(models_at_hand(patient.target, patient.draft)):
         take([note("Pair", "agreement, costs and gain were not looked at, because of the problem above.")])
         return report
@@ -77,6 +82,16 @@ def examine(patient: Patient, tell: Tell = lambda finding: None, progress: Steps
     except SpecBranchError as error:
         take([problem("Pair", str(error))])
     return report
+
+
+def _reached(patient: Patient, take: Callable[[Iterable[Finding]], bool], progress: StepsDone) -> None:
+    """Check the target, then the draft worker on a network."""
+    if not take([target_at_hand(patient.target.name)]):
+        return
+    try:
+        take(link(patient.target, patient.draft, progress))
+    except SpecBranchError as error:
+        take([problem("Link", str(error))])
 
 
 def _pair(patient: Patient, report: DoctorReport, progress: StepsDone) -> Iterator[Finding]:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 def models_at_hand(target: ModelChoice, draft: ModelChoice) -> Iterator[Finding]:
     """Check that both models are present and complete, and share a vocabulary."""
-    found = [_target(target.name), _draft(draft.name)]
+    found = [target_at_hand(target.name), _draft(draft.name)]
     yield from found
     if all(finding.level != "problem" for finding in found):
         yield _vocabulary(target, draft)
 
 
-def _target(name: str) -> Finding:
+def target_at_hand(name: str) -> Finding:
     """Check that a target is present and complete."""
     from specbranch.models.files import store
     from specbranch.models.files.locate import locate

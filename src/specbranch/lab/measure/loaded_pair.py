@@ -55,14 +55,11 @@ class LoadedPair:
 
     def prompts(self) -> list[list[int]]:
         """Return three shipped prompts of different kinds, as token ids."""
-        return [self.ids(load_suite(name).prompts[0].turns[0]) for name in PROBED_SUITES]
+        return suite_prompts(self.tokenizer)
 
     def ids(self, words: str) -> list[int]:
         """Return a user message in the target's chat template, or without one if the target has none."""
-        try:
-            return self.tokenizer.chat([{"role": "user", "content": words}])
-        except BadParameter:
-            return self.tokenizer.encode(words)
+        return _message(self.tokenizer, words)
 
     def text(self, length: int) -> list[int]:
         """Return some shipped text of the given length."""
@@ -78,6 +75,18 @@ class LoadedPair:
     def modelled(self, profile: CostProfile) -> VirtualClock:
         """Return a clock that charges the same models' work by a profile."""
         return VirtualClock(self.verifier, MeteredDrafter(self.drafter.runner), profile)
+
+
+def suite_prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Return three shipped prompts of different kinds, as token ids."""
+    return [_message(tokenizer, load_suite(name).prompts[0].turns[0]) for name in PROBED_SUITES]
+
+
+def _message(tokenizer: Tokenizer, words: str) -> list[int]:
+    try:
+        return tokenizer.chat([{"role": "user", "content": words}])
+    except BadParameter:
+        return tokenizer.encode(words)
 
 
 def load_pair(target: ModelChoice, draft: ModelChoice, name: str, executor: ExecutorName = "serial") -> LoadedPair:

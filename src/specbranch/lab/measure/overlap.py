@@ -112,4 +112,4 @@ def _fitting(rounds: TrialRounds) -> int:
 
 
 def _step(drafting: Span) -> float:
-    return drafting.seconds / drafting.tokens
+    return drafting.work_seconds / drafting.tokens

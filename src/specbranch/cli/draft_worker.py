@@ -1,0 +1,165 @@
+"""`specbranch draft-worker`: a draft that targets in other processes or on other machines use."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specbranch.cli.options import PAIR, TABLES, with_options
+from specbranch.cli.sections import PATH, SectionedCommand, options_of
+from specbranch.config import SpeculativeConfig
+from specbranch.errors import BadParameter, ModelError
+from specbranch.exec.address import CA_VARIABLE, KEY_VARIABLE, LinkAddress, link_key
+from specbranch.exec.door import bound
+from specbranch.pairs import chosen_models, draft_path
+
+if TYPE_CHECKING:
+    from specbranch.assembly import ModelChoice, ServedDraft
+
+SESSIONS = 64  # that a GPU is warmed up for, at a time
+
+_link, _model = (options_of(title) for title in ("Link", "Draft"))
+
+
+@click.command(cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
+@_link(
+    "--listen",
+    default="127.0.0.1:7351",
+    metavar="HOST:PORT",
+    help="Address to listen on; port 0 takes a free one. An address that other machines can reach needs a secret "
+    "[127.0.0.1:7351: this machine only].",
+)
+@_link("--tls-cert", type=PATH, metavar="FILE", help="Certificate (PEM) to encrypt links with; targets say tls://.")
+@_link("--tls-key", type=PATH, metavar="FILE", help="Private key of the certificate [in the same file].")
+@with_options(PAIR)
+@_model(
+    "--draft",
+    metavar="MODEL",
+    help="Model to serve: a folder, a .gguf file, a Hub id, a known name, or a pair's name [the pair's draft].",
+)
+@_model("--draft-device", metavar="DEVICE", help="Device of the draft: cpu, cuda, cuda:1 … [a GPU if there is one].")
+@_model(
+    "--draft-weights",
+    metavar="TYPE",
+    help="Storage type of its weight matrices: float32, bfloat16, int8, int4 or stored [stored (on a GPU: int8) if "
+    "its file is in int8, else --dtype].",
+)
+@_model(
+    "--target",
+    metavar="MODEL",
+    help="Target whose embedding and head a draft made by `distill` computes with; other drafts need none "
+    "[the pair's].",
+)
+@_model("--dtype", metavar="TYPE", help="Compute precision [float32 on a CPU, else bfloat16].")
+@_model("--context-length", type=int, metavar="N", help="Maximum number of tokens of a sequence [the model's].")
+@_model(
+    "--cache-tokens",
+    type=int,
+    metavar="N",
+    help="KV cache slots, shared by the requests of all targets [as many as fit into memory].",
+)
+@_model("--vocabulary", type=int, metavar="N", help="Draft only token ids below N, for targets that have fewer [all].")
+@_model("--threads", type=int, metavar="N", help="CPU threads [half of them if only this machine is served, else all].")
+def draft_worker(listen: str, tls_cert: Path | None, tls_key: Path | None, **given: Any) -> None:
+    """Serve a draft to targets in other processes or on other machines, until Ctrl-C or SIGTERM.
+
+    \b
+    On one machine, in two terminals:
+      specbranch draft-worker
+      specbranch generate --draft tcp://127.0.0.1:7351 "Once upon a time"
+
+    \b
+    On two machines, with a secret that both have and a certificate:
+      export SPECBRANCH_LINK_KEY=$(openssl rand -hex 32)
+      specbranch draft-worker --listen 0.0.0.0:7351 --tls-cert cert.pem --tls-key key.pem
+    and where the target is, with the same SPECBRANCH_LINK_KEY:
+      SPECBRANCH_LINK_CA=cert.pem specbranch serve --target BIG --draft tls://draft-machine:7351
+
+    Texts do not depend on the worker. If it is slow, gone or wrong, targets go on alone, and draft again when it is
+    back. `specbranch doctor --draft tcp://HOST:PORT` says whether a link pays. One worker serves several targets, one
+    order after the other. The secret keeps strangers out; only a certificate keeps others from reading along. See
+    docs/links.md.
+    """
+    address = _address(listen, tls_cert, tls_key)
+    key = link_key(address)
+    from specbranch.exec.greeting import worker_context
+
+    context = None if tls_cert is None else worker_context(tls_cert, tls_key)
+    listener = bound(address)  # a port that is taken is noticed before the model is loaded
+    draft = _loaded(given, address)
+    from specbranch.exec.draft_server import DraftServer, WorkerFailed
+
+    server = DraftServer(draft.drafter, draft.served, draft.tokens, listener, key, context)
+    _log_to_terminal()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.stop)
+    click.echo(_serving(draft, address, listener, bool(key)))
+    try:
+        server.run()
+    except WorkerFailed as failed:
+        raise ModelError(f"The draft fails again and again: {failed}. Start the worker anew.") from failed
+    click.echo("Stopped; targets go on without this draft.", err=True)
+
+
+def _address(listen: str, certificate: Path | None, key: Path | None) -> LinkAddress:
+    if key is not None and certificate is None:
+        raise BadParameter("--tls-key is the private key of a certificate; give that, too: --tls-cert FILE.")
+    try:
+        return LinkAddress.parse(f"{'tls' if certificate else 'tcp'}://{listen}")
+    except BadParameter:
+        raise BadParameter(f"--listen is {listen!r}; expected HOST:PORT, such as 127.0.0.1:7351.") from None
+
+
+def _loaded(given: dict[str, Any], address: LinkAddress) -> ServedDraft:
+    from specbranch.assembly import make_served_draft
+    from specbranch.cli.progress import narrated, pulled
+    from specbranch.core.methods import METHODS
+    from specbranch.exec.forward_sizes import draft_sizes
+
+    target, draft = chosen_models(given["pair"], given["target"], given["draft"])
+    if draft is None:
+        raise BadParameter("A target alone was given; name the draft to serve with --draft, or a --pair.")
+    pulled(draft_path(draft))
+    choice = _choice(draft, given, address)
+    sizes = draft_sizes(METHODS["specbranch"], SpeculativeConfig(method="specbranch"), SESSIONS)
+    with narrated("Loading the draft"):
+        return make_served_draft(choice, target, given["vocabulary"], sizes)
+
+
+def _choice(draft: str, given: dict[str, Any], address: LinkAddress) -> ModelChoice:
+    from specbranch.assembly import ModelChoice, half_the_threads
+
+    return ModelChoice(
+        draft,
+        device=given["draft_device"],
+        dtype=given["dtype"],
+        context_length=given["context_length"],
+        threads=given["threads"] or (half_the_threads() if address.is_local else None),
+        shorten=True,
+        cache_tokens=given["cache_tokens"],
+        weights=given["draft_weights"],
+    )
+
+
+def _serving(draft: ServedDraft, address: LinkAddress, listener: socket.socket, has_key: bool) -> str:
+    port = listener.getsockname()[1]
+    where = LinkAddress(address.host, port, address.tls)
+    secret = f"with the secret of {KEY_VARIABLE}" if has_key else "without a secret"
+    trust = f" They set {CA_VARIABLE} to its certificate, unless they trust it already." if address.tls else ""
+    return f"Serving drafts of {draft.served.name} at {where}, {secret}. Targets use it with --draft {where}.{trust}"
+
+
+def _log_to_terminal() -> None:
+    """Show who comes and goes."""
+    log = logging.getLogger("specbranch.draft_worker")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
