@@ -46,6 +46,7 @@ class ForestPlan:
     """One round for all sessions."""
 
     steps: int  # of the draft, in which the trees grow
+    more: int  # further steps, at most; each is launched if the device has nodes for it that pay
     rows: int  # of the verify: one of each session, the others go to the likeliest nodes
     growth: Growth | None = None  # how trees grow, the same for all; None: they do not
     looks: NgramSizes | None = None

@@ -18,6 +18,8 @@ from specbranch.core.planner import LOOKED
 
 STEPS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)  # draft steps of a round that are compared
 NODES = (0, 1, 3, 7, 15)  # nodes of a session in a verify, on average
+MOST_DRAFT_STEPS = STEPS[-1]
+ASKING_SESSIONS = 4  # up to so many the host asks the device before each further draft step whether it pays
 LATER_CANDIDATES = (
     0.4,
     0.15,
@@ -29,12 +31,12 @@ NO_PRICE = 1e-9  # price of a draft step that is launched anyway
 def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> ForestPlan:
     """Plan a round of so many sessions, some of which have wishes; `context`: tokens of a session, on average."""
     if not wishes:
-        return ForestPlan(0, sessions)
+        return ForestPlan(0, 0, sessions)
     costs = wishes[0].costs
     drafting = [wish for wish in wishes if wish.drafts] if costs.knows_draft else []
     looks = next((wish.looks for wish in wishes if wish.looks is not None), None)
     if not costs.knows_target:
-        return ForestPlan(0, sessions)
+        return ForestPlan(0, 0, sessions)
     middle = median_low([wish.right for wish in drafting]) if drafting else 0.0
     looked = fmean([wish.looked if wish.looks else 0.0 for wish in wishes])
     lanes = max(min(MOST_LANES // max(len(drafting), 1), max(wish.growth.lanes for wish in wishes)), 1)
@@ -51,12 +53,15 @@ def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> 
             best = max(best, (rate, -steps, nodes))
     rate, steps, nodes = best
     if rate <= plain:
-        return ForestPlan(0, sessions)
+        return ForestPlan(0, 0, sessions)
     wish = next((wish for wish in drafting if wish.right == middle), wishes[0])
-    growth = replace(
-        wish.growth, step=(NO_PRICE,) * lanes, lanes=lanes, free_time=0.0, rows=max(nodes, 1), row_price=0.0
-    )
-    return ForestPlan(-steps, sessions + nodes * len(wishes), growth, looks, rate / plain)
+    steps, more, price = -steps, 0, (NO_PRICE,) * lanes
+    if steps and sessions <= ASKING_SESSIONS:
+        steps, more = 1, MOST_DRAFT_STEPS - 1
+        each = rate / len(drafting)
+        price = tuple([each * costs.draft_seconds(len(drafting) * width, context) for width in range(1, lanes + 1)])
+    growth = replace(wish.growth, step=price, lanes=lanes, free_time=0.0, rows=max(nodes, 1), row_price=0.0)
+    return ForestPlan(steps, more, sessions + nodes * len(wishes), growth, looks, rate / plain)
 
 
 def _draft_seconds(costs: Costs, context: float, steps: int, sessions: int, lanes: int) -> float:

@@ -100,7 +100,7 @@ class Serial(DecodesWithTarget):
         assert isinstance(runner, GrowsForests)
         reached, short = self.target.prefill(prefills)
         runner.flush()
-        ready = self._caught_up(orders) if orders.plan.steps else set()
+        ready = self._caught_up(orders) if orders.plan.steps or orders.plan.more else set()
         step = runner.decode_forest(replace(orders, drafting=ready), self._draft_runner)
         if step is None:
             return None

@@ -15,9 +15,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specbranch.core.forest import ForestEnd, ForestOrders, ForestPlan, ForestReport, ForestStep, NgramSizes
-from specbranch.core.forest_plan import NO_PRICE
+from specbranch.core.forest_plan import MOST_DRAFT_STEPS, NO_PRICE
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.slots import TAIL
@@ -62,10 +63,11 @@ from specbranch.models.gpu.looking import look
 from specbranch.models.gpu.settling import settle
 from specbranch.models.gpu.step import Ran
 from specbranch.models.gpu.tree_layout import DEEPEST, ENTRIES, LANES, LOOKED_CELLS
+from specbranch.models.gpu.trees import wait_for
 from specbranch.models.runners.sequences import Sequences
 
 CAPACITIES = (1, 4, 16, 64)  # numbers of rows for which kernels are compiled
-MOST_SESSIONS = CAPACITIES[-1]  # rows of the tables
+TABLE_ROWS = CAPACITIES[-1]  # rows of the tables
 FOREST_NODES = 128  # nodes of a tree, at most
 AHEAD = DEEPEST + 1  # tokens that a session may get in the round in flight
 NO_CHANCES = Chances((0.0,) * CLASSES, (0.0,) * CLASSES, (0.0,) * LOOKED_CELLS, (0.0,) * LOOKED_CELLS)
@@ -136,7 +138,7 @@ class ForestDecoder:
         graphs, self._device = target.launcher.graphs, target.launcher.device
         pages = -(-(target.context_length + TAIL) // PAGE)
         with target.launcher.stream.in_turn():
-            self._forest = new_forest(MOST_SESSIONS, target.context_length + TAIL, FOREST_NODES, pages, self._device)
+            self._forest = new_forest(TABLE_ROWS, target.context_length + TAIL, FOREST_NODES, pages, self._device)
             self._tables = PlanTables(self._device)
         self._least = graphs.step.least
         self._planted: dict[int, Planted] = {}
@@ -203,7 +205,7 @@ class ForestDecoder:
             flight = None
         self._leave_others(texts)
         now = {} if flight is None else {seq: row for seq, row in flight.row_of.items() if seq in self._planted}
-        if not 0 < len(texts) <= MOST_SESSIONS or not self._enter(orders, failed):
+        if not 0 < len(texts) <= TABLE_ROWS or not self._enter(orders, failed):
             self.leave()
             return None
         ahead = bool(now)
@@ -229,12 +231,12 @@ class ForestDecoder:
             text = texts.get(seq)
             known = text is not None and len(text) == planted.length and text[-1] == planted.last
             # a few sessions have low rows, so that kernels for few of them serve
-            if not known or planted.leaves or planted.row >= _capacity(min(len(texts), MOST_SESSIONS)):
+            if not known or planted.leaves or planted.row >= _capacity(min(len(texts), TABLE_ROWS)):
                 self._leave(seq, planted)
 
     def _enter(self, orders: ForestOrders, failed: dict[int, SpecBranchError]) -> bool:
         """Give rows to sessions that have none; False: this is not possible for one of them."""
-        free = iter(sorted(set(range(MOST_SESSIONS)) - {planted.row for planted in self._planted.values()}))
+        free = iter(sorted(set(range(TABLE_ROWS)) - {planted.row for planted in self._planted.values()}))
         for seq, text in orders.texts.items():
             if seq in self._planted:
                 continue
@@ -319,7 +321,7 @@ class ForestDecoder:
         has_trees = any(self._planted[seq].drafts or self._planted[seq].looks for seq in staying)
         reports, trees = self._verify(forest, bucket, orders.plan, growth, has_trees)
         drafting = sum(self._planted[seq].drafts for seq in staying)
-        if drafting and orders.plan.steps and growth is not None:
+        if drafting and (orders.plan.steps or orders.plan.more) and growth is not None:
             self._grow(forest, growth, orders.plan, drafting)
         return ForestFlight(row_of, bucket.rows, reports, trees)
 
@@ -369,14 +371,17 @@ class ForestDecoder:
         target.transfer.mark(target.stream.cuda).wait(launcher.stream.cuda)
         with launcher.stream.here():
             launcher.up({})
-            results = self._tables.no_results
-            for step in range(plan.steps + 1):
-                last = step == plan.steps
-                grow(forest, growth, results, launcher.graphs.input, bucket, launcher.spare, last)
-                if not last:
-                    ran = self._run(self._draft, bucket, ENTRIES)
-                    assert ran.results is not None
-                    results = ran.results
+            results, most = self._tables.no_results, plan.steps + plan.more
+            totals = self._tables.fresh_totals(most)
+            for step in range(most + 1):
+                last = step == most
+                noting = growth if last else replace(growth, total=totals[step])
+                grow(forest, noting, results, launcher.graphs.input, bucket, launcher.spare, last)
+                if last or (step >= plan.steps and not wait_for(totals[step].numpy(), 0, self._device)):
+                    break
+                ran = self._run(self._draft, bucket, ENTRIES)
+                assert ran.results is not None
+                results = ran.results
         launcher.transfer.mark(launcher.stream.cuda).wait(target.stream.cuda)
 
     def _run(self, model: ForestModel, bucket: Bucket, count: int) -> Ran:
@@ -437,16 +442,20 @@ class PlanTables:
     """A plan in device memory, one piece: prices of the verify, how trees grow, and the chances of candidates."""
 
     def __init__(self, device: torch.device) -> None:
-        self._granting = new_granting(MOST_SESSIONS, device)
+        self._granting = new_granting(TABLE_ROWS, device)
         sizes = (self._granting.prices.shape[0], len(GROWTH_SCALARS) + LANES, sum(CHANCE_PARTS.values()))
         self._all = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         prices, growth, chances = torch.split(self._all, list(sizes))
         self._granting = replace(self._granting, prices=prices)
         self._growth, self._chances, self._device = growth, chances, device
         self._now, self._wants = (
-            torch.zeros(MOST_SESSIONS, count, dtype=torch.int32, device=device) for count in (LANES, len(WANT_FIELDS))
+            torch.zeros(TABLE_ROWS, count, dtype=torch.int32, device=device) for count in (LANES, len(WANT_FIELDS))
         )
         self._total = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # Rows of each draft step, in two sets: the steps of a round may be in flight when the next one is launched.
+        pinned, count = device.type == "cuda", 1 + MOST_DRAFT_STEPS
+        self._totals = [torch.zeros(count, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._total_views = [[part[at : at + 1] for at in range(len(part))] for part in self._totals]
         self.no_results = torch.zeros(1, 4 + 2 * ENTRIES, device=device)
         self._brought: tuple[ForestPlan, Bucket] | None = None
         self._made = ForestGrowth(
@@ -462,6 +471,13 @@ class PlanTables:
     def growth_of(self, sessions: int) -> ForestGrowth:
         """Return how the trees of so many sessions grow."""
         return replace(self._made, now=self._now[:sessions], wants=self._wants[:sessions])
+
+    def fresh_totals(self, steps: int) -> list[Tensor]:
+        """Return where the rows of each draft step of a round are noted; -1: they are not known yet."""
+        self._totals.reverse()
+        self._total_views.reverse()
+        self._totals[0].numpy()[: steps + 1] = -1
+        return self._total_views[0]
 
     def granting(self, sessions: int) -> Granting:
         """Return the scratch memory for so many sessions."""
