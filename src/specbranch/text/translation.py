@@ -1,0 +1,146 @@
+"""Translates between the vocabularies of a target and a draft: strings that both have one to one, the rest over text.
+
+Owns which token of one stands for which of the other, and the sentence about it. Invariants: the draft's law over its
+own tokens gives one over the target's: each draft token counts for the target's first token of its text. What the draft
+reads of a text is that text, tokenised for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cached_property
+
+from specbranch.core.reading import Reading
+from specbranch.errors import VocabularyMismatch
+from specbranch.text.spelling import Spelling
+from specbranch.text.tokenizer import Tokenizer
+
+OPEN_TOKENS = 3  # draft tokens at the end of a text that more text may still change; a character has at most 4 bytes
+FEW = 0.5  # share of common strings below which little is to be expected
+
+
+class Translation:
+    """The ids of a target in those of a draft, and back."""
+
+    def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
+        """Raise VocabularyMismatch, naming the reason, if one of them cannot be translated."""
+        self._target, self._draft = Spelling(target), Spelling(draft)
+        self.vocabulary = target.vocabulary_size
+        self._special = _special_tokens(target, draft)
+        self._same = {
+            token: found
+            for token, value in self._target.strings.items()
+            if value and (found := self._draft.ids.get(value)) is not None
+        }
+        if not self._same:
+            raise VocabularyMismatch(
+                "Draft and target have no token string in common. Use a draft of the target's own family, or method "
+                "'lookup', which needs no draft."
+            )
+
+    @property
+    def shared(self) -> int:
+        """How many of the draft's strings the target has, too."""
+        strings = len(self._draft.ids.keys() & self._target.ids.keys())
+        ours, theirs = self._target.tokenizer, self._draft.tokenizer
+        return strings + len(_texts(ours, ours.special_ids).keys() & _texts(theirs, theirs.special_ids).keys())
+
+    def sentence(self) -> str:
+        """Say what the two have in common, and what to expect."""
+        total = len(self._draft.ids) + len(self._draft.tokenizer.special_ids)
+        share = self.shared / max(total, 1)
+        hope = "few tokens to be accepted" if share < FEW else "somewhat fewer accepted tokens than from its own family"
+        return (
+            f"The draft has another vocabulary than the target: {self.shared:,} of its {total:,} token strings "
+            f"({share:.0%}) are the target's, too. These are drafted one to one, the others over text. Answers are "
+            f"the same; expect {hope}."
+        )
+
+    @cached_property
+    def first_ids(self) -> Sequence[int]:
+        """The target's first token for each draft id; −1: the target cannot say it."""
+        found = [-1] * self._draft.tokenizer.vocabulary_size
+        for draft_id, value in self._draft.strings.items():
+            found[draft_id] = self._target.ids[value] if value in self._target.ids else self._first(value)
+        for token, draft_id in reversed(self._special.items()):
+            found[draft_id] = token
+        return found
+
+    def read(self, reading: Reading, token: int) -> Reading:
+        """Return what the draft has read behind one more token of the target."""
+        value = self._target.strings.get(token)
+        if value is None:  # special tokens are never tokenised with the text around them
+            ids = reading.ids + self._read_special(token)
+            return Reading(ids, len(ids))
+        text = reading.open + value
+        new = self._draft.ids_of(text)
+        ids = reading.ids[: reading.settled] + new
+        settled = self._draft.text_of(new[: max(len(new) - OPEN_TOKENS, 0)])
+        if self._draft.text_of(new) != text:
+            return Reading(ids, len(ids))
+        return Reading(ids, max(len(ids) - OPEN_TOKENS, reading.settled), text[len(settled) :])
+
+    def same(self, token: int) -> int | None:
+        """Return the draft's id of the same string; None: it has none."""
+        return self._same.get(token)
+
+    def first_of(self, ids: Sequence[int]) -> tuple[int, bool] | None:
+        """Return the target's first token of the text of draft ids, and True if it is all of that text."""
+        if any(draft_id not in self._draft.strings for draft_id in ids[1:]):
+            ids = ids[:1]  # a special token ends the text before it
+        value = self._draft.text_of(tuple(ids))
+        found = self._target.exactly(value)
+        return (found[0], len(found) == 1) if found else None
+
+    def longer(self, draft_id: int) -> Sequence[int]:
+        """Return the draft ids whose strings begin with that of `draft_id` and go on."""
+        value = self._draft.strings.get(draft_id)
+        if not value:
+            return ()
+        strings, ids = self._sorted
+        start = bisect_left(strings, value)
+        # no UTF-8 and no broken part of it has the byte 0xFF
+        end = bisect_left(strings, value + b"\xff", start)
+        return [one for one, string in zip(ids[start:end], strings[start:end], strict=True) if len(string) > len(value)]
+
+    def first_after(self, longer: int, draft_id: int) -> int | None:
+        """Return the target's first token of what `longer` has beyond `draft_id`; None: the target cannot say it."""
+        rest = self._draft.strings[longer][len(self._draft.strings[draft_id]) :]
+        return None if (found := self._first(rest)) < 0 else found
+
+    def _first(self, value: bytes) -> int:
+        found = self._target.exactly(value)
+        return found[0] if found else -1
+
+    def _read_special(self, token: int) -> tuple[int, ...]:
+        """Return what the draft reads for a special token: its own of that name or role, else the token's name."""
+        if token in self._special:
+            return (self._special[token],)
+        return self._draft.ids_of(self._target.tokenizer.token(token).encode())
+
+    @cached_property
+    def _sorted(self) -> tuple[list[bytes], list[int]]:
+        """The draft's strings in order, and their ids."""
+        found = sorted((value, draft_id) for draft_id, value in self._draft.strings.items() if value)
+        return [value for value, _ in found], [draft_id for _, draft_id in found]
+
+
+def _special_tokens(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
+    """Return the draft's special token for those of the target that it has, by name, else by role."""
+    theirs = _texts(draft, draft.special_ids)
+    found = {token: theirs[text] for text, token in _texts(target, target.special_ids).items() if text in theirs}
+    ends = [(token, draft.eos_ids[0]) for token in target.eos_ids if draft.eos_ids]
+    begins = [(one, other) for one in _role(target, "bos_token") for other in _role(draft, "bos_token")]
+    for token, draft_id in (*ends, *begins):
+        found.setdefault(token, draft_id)
+    return found
+
+
+def _role(tokenizer: Tokenizer, role: str) -> list[int]:
+    text = tokenizer.special.get(role)
+    return [token for token, one in tokenizer.vocabulary().items() if one == text]
+
+
+def _texts(tokenizer: Tokenizer, ids: frozenset[int]) -> dict[str, int]:
+    return {tokenizer.token(token_id): token_id for token_id in sorted(ids, reverse=True)}
