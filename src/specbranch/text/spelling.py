@@ -32,7 +32,9 @@ class Spelling:
         kinds = [str(part.get("type")) for part in decoders]
         self.by_bytes = "ByteLevel" in kinds
         self._space = None if self.by_bytes else _space_mark(decoders)
-        losing = [name for part in _parts(definition.get("normalizer"), "normalizers") if (name := part["type"]) in LOSING]
+        losing = [
+            name for part in _parts(definition.get("normalizer"), "normalizers") if (name := part["type"]) in LOSING
+        ]
         if losing:
             raise VocabularyMismatch(
                 f"A tokenizer normalises text by {losing[0]}, so its model cannot say all text. Use a draft of the "

@@ -8,6 +8,7 @@ reads of a text is that text, tokenised for it.
 from __future__ import annotations
 
 from bisect import bisect_left
+from codecs import utf_8_decode
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -48,13 +49,13 @@ class Translation:
 
     def sentence(self) -> str:
         """Say what the two have in common, and what to expect."""
-        total = len(self._draft.ids) + len(self._draft.tokenizer.special_ids)
-        share = self.shared / max(total, 1)
-        hope = "few tokens to be accepted" if share < FEW else "somewhat fewer accepted tokens than from its own family"
+        ours, theirs = (len(one.ids) + len(one.tokenizer.special_ids) for one in (self._target, self._draft))
+        shared = self.shared
+        hope = "few accepted tokens" if shared < FEW * min(ours, theirs) else "fewer accepted tokens"
         return (
-            f"The draft has another vocabulary than the target: {self.shared:,} of its {total:,} token strings "
-            f"({share:.0%}) are the target's, too. These are drafted one to one, the others over text. Answers are "
-            f"the same; expect {hope}."
+            f"The draft has another vocabulary: {shared:,} token strings are common, {shared / theirs:.0%} of the "
+            f"draft's {theirs:,} and {shared / ours:.0%} of the target's {ours:,}. These are drafted one to one, the "
+            f"others over text. Answers stay the same; expect {hope} than from a draft of the target's own family."
         )
 
     @cached_property
@@ -77,8 +78,8 @@ class Translation:
         new = self._draft.ids_of(text)
         ids = reading.ids[: reading.settled] + new
         settled = self._draft.text_of(new[: max(len(new) - OPEN_TOKENS, 0)])
-        if self._draft.text_of(new) != text:
-            return Reading(ids, len(ids))
+        if self._draft.text_of(new) != text:  # the draft cannot spell it, unless a character is not complete yet
+            return Reading(ids, reading.settled, text) if _is_unfinished(text) else Reading(ids, len(ids))
         return Reading(ids, max(len(ids) - OPEN_TOKENS, reading.settled), text[len(settled) :])
 
     def same(self, token: int) -> int | None:
@@ -124,6 +125,11 @@ class Translation:
         """The draft's strings in order, and their ids."""
         found = sorted((value, draft_id) for draft_id, value in self._draft.strings.items() if value)
         return [value for value, _ in found], [draft_id for _, draft_id in found]
+
+
+def _is_unfinished(text: bytes) -> bool:
+    """True if a text ends within a character."""
+    return utf_8_decode(text, "replace", False)[1] < len(text)
 
 
 def _special_tokens(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:

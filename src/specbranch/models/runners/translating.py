@@ -26,7 +26,7 @@ from specbranch.core.runner import Ask, Feed, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, Slots
 from specbranch.errors import CacheFull
 from specbranch.models.runners.torch_runner import TorchRunner
-from specbranch.models.sampling.logit_rows import rows_of
+from specbranch.models.sampling.logit_rows import TensorRow, rows_of
 from specbranch.models.sampling.noise_rows import shared_noise
 from specbranch.models.sampling.sampler import TorchSampler
 
@@ -413,7 +413,9 @@ class TranslatingRunner:
         The rows are needed anyway, if the choice is drafted and the next token is asked for.
         """
         for _ in range(MOST_LOOKS):
-            questions = [one for one, best in zip(questions, self._best(questions), strict=True) if self._goes_on(one, best)]
+            questions = [
+                one for one, best in zip(questions, self._best(questions), strict=True) if self._goes_on(one, best)
+            ]
             if not questions:
                 return
             self._compute([(one.ask.seq, Reading(one.reading.ids + one.ahead)) for one in questions])
@@ -465,5 +467,5 @@ class TranslatingRunner:
         spots, asks = [one.spot for one in questions], [one.ask for one in questions]
         return self.sampler.propose(self._rows(questions), spots, asks)
 
-    def _rows(self, questions: list[_Question]) -> list:
+    def _rows(self, questions: list[_Question]) -> list[TensorRow]:
         return rows_of(torch.stack([one.law for one in questions]).log_()) if questions else []
