@@ -502,7 +502,9 @@ def test_a_vocabulary_that_cannot_be_translated_is_refused_by_name(pair: tuple[s
     made = byte_fallback()
     made.normalizer = normalizers.Lowercase()
     save(made, Path(draft))
-    with pytest.raises(VocabularyMismatch, match="normalises text by Lowercase.*method 'lookup', which needs no draft"):
+    with pytest.raises(
+        VocabularyMismatch, match=r"normalises text by Lowercase.*method 'lookup', which needs no draft"
+    ):
         LLM(pair[0], draft, device="cpu")
 
 

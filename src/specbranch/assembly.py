@@ -301,14 +301,18 @@ def _tokenizer(path: Path, key: str) -> Tokenizer:
 
 def make_drafter(choice: ModelChoice, vocabulary: int, target_runner: Runner | None = None) -> Drafter:
     """Make a draft worker that proposes only the first `vocabulary` ids of the target."""
-    runner: TorchRunner | TranslatingRunner = load_runner(choice, target_runner)
-    if choice.speaks_for:
-        from specbranch.models.runners.translating import TranslatingRunner
-
-        runner = TranslatingRunner(runner, translation(choice))
+    own = load_runner(choice, target_runner)
+    runner = _translating(own, choice) if choice.speaks_for else own
     runner.limit(vocabulary)
     runner.prefix_cache = choice.prefix_cache
     return Drafter(runner)
+
+
+def _translating(own: TorchRunner, choice: ModelChoice) -> TranslatingRunner:
+    """Return a runner that speaks the target's ids, over that of a draft that has others."""
+    from specbranch.models.runners.translating import TranslatingRunner
+
+    return TranslatingRunner(own, translation(choice))
 
 
 def drafter_recipe(choice: ModelChoice, vocabulary: int, warm_up: ForwardSizes | None = None) -> Recipe:

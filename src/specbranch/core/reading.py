@@ -16,10 +16,11 @@ class Reading(NamedTuple):
     ids: tuple[int, ...] = ()
     settled: int = 0  # how many of these further text cannot change
     open: bytes = b""  # the text of the others, which is tokenised anew with the text that follows
+    fresh: bool = False  # no text yet, at most special tokens
 
     def behind(self, count: int) -> Reading:
         """Return the same reading once `count` of the settled ids are committed."""
-        return Reading(self.ids[count:], self.settled - count, self.open)
+        return Reading(self.ids[count:], self.settled - count, self.open, self.fresh)
 
 
 NOTHING_READ = Reading()
@@ -31,6 +32,11 @@ class Translates(Protocol):
     @property
     def vocabulary(self) -> int:
         """How many ids the target has."""
+        ...
+
+    @property
+    def start(self) -> Reading:
+        """What the draft has read before the first token."""
         ...
 
     @property

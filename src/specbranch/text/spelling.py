@@ -43,10 +43,15 @@ class Spelling:
         if not self.by_bytes and self._space is None:
             said = ", ".join(kinds) or "none"
             raise VocabularyMismatch(
-                f"The tokens of a tokenizer cannot be read as bytes (its decoder: {said}; expected ByteLevel, or a mark "
-                "for spaces). Use a draft of the target's own family, or method 'lookup', which needs no draft."
+                f"The tokens of a tokenizer cannot be read as bytes (its decoder: {said}; expected ByteLevel, or a "
+                "mark for spaces). Use a draft of the target's own family, or method 'lookup', which needs no draft."
             )
         self.ids_of = lru_cache(REMEMBERED)(self._ids_of)
+
+    @cached_property
+    def leads_with_space(self) -> bool:
+        """True if every text is tokenised as if a space came before it."""
+        return self.text_of(tuple(self.tokenizer.encode("a", add_special=False))) == b" a"
 
     @cached_property
     def strings(self) -> dict[int, bytes]:

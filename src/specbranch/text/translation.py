@@ -29,6 +29,8 @@ class Translation:
         self._target, self._draft = Spelling(target), Spelling(draft)
         self.vocabulary = target.vocabulary_size
         self._special = _special_tokens(target, draft)
+        begin = tuple(token for token in draft.encode("") if token in draft.special_ids)
+        self.start = Reading(begin, len(begin), fresh=True)
         self._same = {
             token: found
             for token, value in self._target.strings.items()
@@ -72,8 +74,9 @@ class Translation:
         """Return what the draft has read behind one more token of the target."""
         value = self._target.strings.get(token)
         if value is None:  # special tokens are never tokenised with the text around them
-            ids = reading.ids + self._read_special(token)
-            return Reading(ids, len(ids))
+            return self._read_special(reading, token)
+        if reading.fresh:
+            value = self._first_text(value)
         text = reading.open + value
         new = self._draft.ids_of(text)
         ids = reading.ids[: reading.settled] + new
@@ -114,11 +117,19 @@ class Translation:
         found = self._target.exactly(value)
         return found[0] if found else -1
 
-    def _read_special(self, token: int) -> tuple[int, ...]:
-        """Return what the draft reads for a special token: its own of that name or role, else the token's name."""
-        if token in self._special:
-            return (self._special[token],)
-        return self._draft.ids_of(self._target.tokenizer.token(token).encode())
+    def _read_special(self, reading: Reading, token: int) -> Reading:
+        """Read a special token: as the draft's of that name or role, else as its name."""
+        known = self._special.get(token)
+        if known in reading.ids and reading == self.start:
+            return reading  # both begin a text with it
+        text = self._target.tokenizer.token(token).encode()
+        ids = reading.ids + (self._draft.ids_of(text) if known is None else (known,))
+        return Reading(ids, len(ids), fresh=reading.fresh)
+
+    def _first_text(self, value: bytes) -> bytes:
+        """Return the first text; a space that only one of the two puts before every text is no part of it."""
+        ours, theirs = self._target.leads_with_space, self._draft.leads_with_space
+        return value if ours == theirs else b" " + value if theirs else value.removeprefix(b" ")
 
     @cached_property
     def _sorted(self) -> tuple[list[bytes], list[int]]:

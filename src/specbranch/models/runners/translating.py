@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specbranch.core.reading import NOTHING_READ, Reading, Translates
+from specbranch.core.reading import Reading, Translates
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Ask, Feed, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, Slots
@@ -46,18 +46,15 @@ class _Mark:
     reading: Reading
 
 
-START = _Mark(0, 0, NOTHING_READ)
-
-
 @dataclass(slots=True)
 class _Sequence:
     """One sequence: the target's tokens, and the draft's reading behind each node."""
 
     request: Request
     slots: Slots
-    root: Reading = NOTHING_READ  # behind the prefix
+    root: Reading  # behind the prefix
+    marks: list[_Mark]
     readings: list[Reading] = field(default_factory=list)  # behind each node of the tail
-    marks: list[_Mark] = field(default_factory=lambda: [START])
 
     def reading(self, node: int) -> Reading:
         """Return what the draft has read behind a node."""
@@ -93,6 +90,7 @@ class TranslatingRunner:
         first = torch.tensor(translation.first_ids, device=own.device)[: own.vocabulary]
         self._said = (first >= 0).nonzero()[:, 0]  # draft ids that the target can say
         self._first = first[self._said]
+        self._start = _Mark(0, 0, translation.start)
         self._longer: dict[int, Tensor] = {}
         self._open: dict[int, _Sequence] = {}
 
@@ -152,7 +150,8 @@ class TranslatingRunner:
         """Make room for a new, empty sequence."""
         self.own.open(seq, request)
         own = self.own.slots(seq)
-        self._open[seq] = _Sequence(request, Slots(own.capacity, own.tail_limit))
+        start = self._start
+        self._open[seq] = _Sequence(request, Slots(own.capacity, own.tail_limit), start.reading, [start])
 
     def slots(self, seq: int) -> Slots:
         """Return the sequence's tokens, in the target's ids."""
@@ -168,7 +167,7 @@ class TranslatingRunner:
     def recall(self, seq: int, tokens: Sequence[int]) -> int:
         """Take the beginning of a prompt from the prefix cache; returns how many tokens the sequence holds then."""
         held = self._open[seq]
-        settled, marks = self._read_through(START, tokens)
+        settled, marks = self._read_through(self._start, tokens)
         self._drop_tail(seq)
         known = self.own.recall(seq, settled)
         best = max((mark for mark in marks if mark.committed <= known), key=lambda mark: mark.tokens)
@@ -176,7 +175,7 @@ class TranslatingRunner:
             self.own.rewind(seq, best.committed)
             held.slots.truncate(0)
             held.slots.extend(tokens[: best.tokens])
-            held.root, held.marks = best.reading, [START, best]
+            held.root, held.marks = best.reading, [self._start, best]
         else:
             self._rewind(seq, len(held.slots.prefix))
         return len(held.slots.prefix)
