@@ -104,7 +104,7 @@ DRAFT = (
     _draft(
         "--draft",
         metavar="MODEL",
-        help="Draft model with the target's vocabulary, or a pair's name, which stands for its draft.",
+        help="Draft model, best with the target's vocabulary, or a pair's name, which stands for its draft.",
     ),
     _draft("--draft-device", metavar="DEVICE", help="Device of the draft [the target's]."),
     _draft(

@@ -29,6 +29,7 @@ from specbranch.models.runners.torch_runner import TorchRunner
 from specbranch.models.sampling.logit_rows import TensorRow, rows_of
 from specbranch.models.sampling.noise_rows import shared_noise
 from specbranch.models.sampling.sampler import TorchSampler
+from specbranch.models.sampling.sheet import is_noisy
 
 FOLLOWERS = 8  # likeliest draft tokens behind another that are tokenised together with it
 LONGER = 8  # likeliest longer draft tokens that a text may be the beginning of
@@ -421,10 +422,12 @@ class TranslatingRunner:
             questions = [one for one in questions if self._followed(one)]
 
     def _best(self, questions: list[_Question]) -> list[int]:
-        """Return the likeliest token of each law, with noise where the answer has it; −1: none."""
-        asks = [Ask(one.ask.seq, one.ask.node, heads="top", allowed=one.ask.allowed) for one in questions]
-        found = self.sampler.propose(self._rows(questions), [one.spot for one in questions], asks) if asks else []
-        return [proposal.tokens[0] if proposal.tokens else -1 for proposal in found]
+        """Return the token of each law that is likely to be chosen, with noise where the answer has it; −1: none."""
+        noisy = [one for one in questions if is_noisy(one.spot) or one.ask.allowed is not None]
+        asks = [Ask(one.ask.seq, one.ask.node, heads="top", allowed=one.ask.allowed) for one in noisy]
+        found = self.sampler.propose(self._rows(noisy), [one.spot for one in noisy], asks)
+        chosen = {id(one): said.tokens[0] if said.tokens else -1 for one, said in zip(noisy, found, strict=True)}
+        return [chosen[id(one)] if id(one) in chosen else int(one.law.argmax()) for one in questions]
 
     def _goes_on(self, question: _Question, best: int) -> bool:
         """Choose the draft tokens to look behind; returns False if the choice is final."""
@@ -461,8 +464,6 @@ class TranslatingRunner:
         return best_chance > 0.0
 
     def _sampled(self, questions: list[_Question]) -> list[Proposal]:
-        if not questions:
-            return []
         spots, asks = [one.spot for one in questions], [one.ask for one in questions]
         return self.sampler.propose(self._rows(questions), spots, asks)
 
