@@ -178,16 +178,20 @@ def fitted_to_target(draft: ModelChoice, target: str) -> ModelChoice:
     return found if same else replace(found, speaks_for=target)
 
 
-def translation(draft: ModelChoice) -> Translation:
-    """Return the translation between a draft with another vocabulary and its target, or raise VocabularyMismatch."""
-    return _translation(load_tokenizer(ModelChoice(str(draft.speaks_for))), load_tokenizer(draft))
+def translation(draft: ModelChoice, size: int | None = None) -> Translation:
+    """Return the translation between a draft with another vocabulary and its target, or raise VocabularyMismatch.
+
+    `size`: how many ids the draft's model knows; None: all that its tokenizer has.
+    """
+    ours, theirs = load_tokenizer(ModelChoice(str(draft.speaks_for))), load_tokenizer(draft)
+    return _translation(ours, theirs, None if size is None or size >= theirs.vocabulary_size else size)
 
 
 @lru_cache(maxsize=1)  # one pair at a time; it takes a second
-def _translation(target: Tokenizer, draft: Tokenizer) -> Translation:
+def _translation(target: Tokenizer, draft: Tokenizer, size: int | None) -> Translation:
     from specbranch.text.translation import Translation
 
-    return Translation(target, draft)
+    return Translation(target, draft, size)
 
 
 def draft_evaluation(draft: ModelChoice | None) -> DraftEvaluation | None:
@@ -312,7 +316,7 @@ def _translating(own: TorchRunner, choice: ModelChoice) -> TranslatingRunner:
     """Return a runner that speaks the target's ids, over that of a draft that has others."""
     from specbranch.models.runners.translating import TranslatingRunner
 
-    return TranslatingRunner(own, translation(choice))
+    return TranslatingRunner(own, translation(choice, own.vocabulary))
 
 
 def drafter_recipe(choice: ModelChoice, vocabulary: int, warm_up: ForwardSizes | None = None) -> Recipe:

@@ -194,6 +194,14 @@ def test_of_two_ids_for_one_string_the_one_that_text_has_is_proposed(tmp_path: P
     assert back.first_ids[letter] == back.first_ids[byte] == theirs and back.same(theirs) == letter
 
 
+def test_ids_that_the_drafts_model_lacks_are_neither_read_nor_proposed(both: dict[str, Tokenizer]) -> None:
+    size = both["more bytes"].vocabulary_size - 100
+    translation = Translation(both["bytes"], both["more bytes"], size)
+    for text in SENTENCES:
+        assert max(read(translation, both["bytes"].encode(text)).ids) < size
+    assert set(translation.first_ids[size:]) == {-1}
+
+
 REFUSED: dict[str, tuple[Change, str]] = {
     "lower case": (
         lambda made: made.update(normalizer=json.loads(normalizers.Lowercase().__getstate__())),

@@ -24,9 +24,13 @@ LOSING = ("Lowercase", "StripAccents", "BertNormalizer")
 class Spelling:
     """One tokenizer's tokens as bytes, in both directions."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raise VocabularyMismatch if the tokens cannot be read as bytes."""
+    def __init__(self, tokenizer: Tokenizer, size: int | None = None) -> None:
+        """Raise VocabularyMismatch if the tokens cannot be read as bytes.
+
+        `size`: how many ids the model knows; None: all that the tokenizer has.
+        """
         self.tokenizer = tokenizer
+        self._size = tokenizer.vocabulary_size if size is None else size
         definition = json.loads(tokenizer.definition())
         decoders = list(_parts(definition.get("decoder"), "decoders"))
         kinds = [str(part.get("type")) for part in decoders]
@@ -56,8 +60,14 @@ class Spelling:
     @cached_property
     def strings(self) -> dict[int, bytes]:
         """The bytes of each token that is not special."""
-        special = self.tokenizer.special_ids
-        return {i: self._bytes(i, token) for i, token in self.tokenizer.vocabulary().items() if i not in special}
+        special, known = self.tokenizer.special_ids, self.tokenizer.vocabulary().items()
+        return {i: self._bytes(i, token) for i, token in known if i not in special and i < self._size}
+
+    @cached_property
+    def special(self) -> dict[str, int]:
+        """The special tokens by name."""
+        ids = sorted(self.tokenizer.special_ids, reverse=True)
+        return {self.tokenizer.token(i): i for i in ids if i < self._size}
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
@@ -83,9 +93,11 @@ class Spelling:
 
     def _ids_of(self, value: bytes) -> tuple[int, ...]:
         """Return the tokens of bytes; the unknown token, or nothing, stands for what the vocabulary cannot spell."""
-        if not self.by_bytes:
-            return tuple([token for run in _runs(value) for token in self._ids_of_run(run)])
-        return tuple([token for word in self._words(value) for token in self.tokenizer.merged(word)])
+        if self.by_bytes:
+            found = [token for word in self._words(value) for token in self.tokenizer.merged(word)]
+        else:
+            found = [token for run in _runs(value) for token in self._ids_of_run(run)]
+        return tuple([token for token in found if token < self._size])
 
     def _words(self, value: bytes) -> list[str]:
         """Cut bytes into words as the tokenizer does before it merges, in its own letters."""

@@ -24,12 +24,15 @@ FEW = 0.5  # share of common strings below which little is to be expected
 class Translation:
     """The ids of a target in those of a draft, and back."""
 
-    def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
-        """Raise VocabularyMismatch, naming the reason, if one of them cannot be translated."""
-        self._target, self._draft = Spelling(target), Spelling(draft)
+    def __init__(self, target: Tokenizer, draft: Tokenizer, draft_size: int | None = None) -> None:
+        """Raise VocabularyMismatch, naming the reason, if one of them cannot be translated.
+
+        `draft_size`: how many ids the draft's model knows; None: all that its tokenizer has.
+        """
+        self._target, self._draft = Spelling(target), Spelling(draft, draft_size)
         self.vocabulary = target.vocabulary_size
-        self._special = _special_tokens(target, draft)
-        begin = tuple(token for token in draft.encode("") if token in draft.special_ids)
+        self._special = _special_tokens(self._target, self._draft)
+        begin = tuple(token for token in draft.encode("") if token in self._draft.special.values())
         self.start = Reading(begin, len(begin), fresh=True)
         self._same = {
             token: found
@@ -45,13 +48,12 @@ class Translation:
     @property
     def shared(self) -> int:
         """How many of the draft's strings the target has, too."""
-        strings = len(self._draft.ids.keys() & self._target.ids.keys())
-        ours, theirs = self._target.tokenizer, self._draft.tokenizer
-        return strings + len(_texts(ours, ours.special_ids).keys() & _texts(theirs, theirs.special_ids).keys())
+        ours, theirs = self._target, self._draft
+        return len(ours.ids.keys() & theirs.ids.keys()) + len(ours.special.keys() & theirs.special.keys())
 
     def sentence(self) -> str:
         """Say what the two have in common, and what to expect."""
-        ours, theirs = (len(one.ids) + len(one.tokenizer.special_ids) for one in (self._target, self._draft))
+        ours, theirs = (len(one.ids) + len(one.special) for one in (self._target, self._draft))
         shared = self.shared
         hope = "few accepted tokens" if shared < FEW * min(ours, theirs) else "fewer accepted tokens"
         return (
@@ -143,21 +145,13 @@ def _is_unfinished(text: bytes) -> bool:
     return utf_8_decode(text, "replace", False)[1] < len(text)
 
 
-def _special_tokens(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
+def _special_tokens(target: Spelling, draft: Spelling) -> dict[int, int]:
     """Return the draft's special token for those of the target that it has, by name, else by role."""
-    theirs = _texts(draft, draft.special_ids)
-    found = {token: theirs[text] for text, token in _texts(target, target.special_ids).items() if text in theirs}
-    ends = [(token, draft.eos_ids[0]) for token in target.eos_ids if draft.eos_ids]
-    begins = [(one, other) for one in _role(target, "bos_token") for other in _role(draft, "bos_token")]
-    for token, draft_id in (*ends, *begins):
-        found.setdefault(token, draft_id)
+    found = {token: draft.special[name] for name, token in target.special.items() if name in draft.special}
+    ends = [end for end in draft.tokenizer.eos_ids if end in draft.special.values()]
+    begins = [one.special.get(one.tokenizer.special.get("bos_token", "")) for one in (target, draft)]
+    roles = [(token, end) for token in target.tokenizer.eos_ids for end in ends[:1]]
+    for token, draft_id in (*roles, begins):
+        if token is not None and draft_id is not None:
+            found.setdefault(token, draft_id)
     return found
-
-
-def _role(tokenizer: Tokenizer, role: str) -> list[int]:
-    text = tokenizer.special.get(role)
-    return [token for token, one in tokenizer.vocabulary().items() if one == text]
-
-
-def _texts(tokenizer: Tokenizer, ids: frozenset[int]) -> dict[str, int]:
-    return {tokenizer.token(token_id): token_id for token_id in sorted(ids, reverse=True)}
