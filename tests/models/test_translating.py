@@ -17,6 +17,8 @@ from specbranch.core.orders import Sparse
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed
 from specbranch.core.slots import ROOT
+from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.runners.native import NativeRunner
 from specbranch.models.runners.translating import TranslatingRunner
 from specbranch.text.spelling import Spelling
 from two_vocabularies import make_model
@@ -102,6 +104,21 @@ def test_the_ratio_rule_keeps_to_a_law_over_the_targets_ids(engines: Engines, ta
     assert sum(output.stats["accepted"] for output in outputs) > 0
 
 
+TREES = [(*pair, method) for pair in PAIRS for method in ("tree", "specbranch")]
+
+
+@pytest.mark.parametrize(
+    "target, draft, method", [TREES[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in TREES[1:])]
+)
+def test_trees_that_pay_are_drafted_and_change_nothing(engines: Engines, target: str, draft: str, method: str) -> None:
+    plain, modelled = engines[target, draft].using(method="autoregressive"), engines[target, draft].modelled("c10")
+    for temperature in (0.0, 0.8, 1.3):
+        params = SamplingParams(temperature=temperature, max_tokens=8, seed=7)
+        outputs = modelled.using(method=method).generate(PROMPTS, params)
+        assert texts(outputs) == texts(plain.generate(PROMPTS, params))
+        assert temperature or sum(output.stats["accepted"] for output in outputs) > 5
+
+
 def test_one_line_says_what_the_vocabularies_have_in_common(
     folders: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,6 +183,29 @@ def test_an_answer_does_not_depend_on_how_its_text_came(folders: dict[str, str],
         return proposal.tokens
 
     assert asked(1, 19) == asked(2, 3) == asked(3, 11)
+
+
+@pytest.mark.parametrize("target, draft", PAIRS[:2])
+def test_a_device_that_samples_by_itself_gives_the_same_proposals(
+    folders: dict[str, str], target: str, draft: str
+) -> None:
+    plain, tokenizer = drafter(folders, target, draft), load_tokenizer(ModelChoice(folders[target]))
+    assert isinstance(plain.own, NativeRunner)
+    device = TranslatingRunner(GpuRunner(plain.own.decoder, 256), plain._translation)
+    tokens = tuple(tokenizer.encode(SENTENCES[0])[:16])
+
+    def asked(runner: TranslatingRunner, temperature: float) -> list[tuple[int, ...]]:
+        runner.open(1, Request(SamplingParams(temperature=temperature), 3, 8))
+        runner.extend(1, tokens[:8])
+        feed = Feed(1, tokens[8:], tuple(range(ROOT, len(tokens) - 9)))
+        found = runner.propose([feed], [Ask(1, node, 2) for node in range(len(tokens) - 8)])
+        runner.keep(1, [0, 1], 2)
+        found += runner.propose([Feed(1, (tokens[10],), (ROOT,))], [Ask(1, 0, 2)])
+        runner.close(1)
+        return [proposal.tokens for proposal in found]
+
+    for temperature in (0.0, 0.8):
+        assert asked(device, temperature) == asked(plain, temperature)
 
 
 def test_prompts_share_pages_over_the_vocabularies(folders: dict[str, str]) -> None:
