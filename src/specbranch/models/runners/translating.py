@@ -25,6 +25,7 @@ from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Ask, Feed, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, Slots
 from specbranch.errors import CacheFull
+from specbranch.models.forward.transfer import Transfer
 from specbranch.models.runners.torch_runner import TorchRunner
 from specbranch.models.sampling.logit_rows import TensorRow, rows_of
 from specbranch.models.sampling.noise_rows import shared_noise
@@ -87,7 +88,8 @@ class TranslatingRunner:
     def __init__(self, own: TorchRunner, translation: Translates) -> None:
         self.own, self._translation = own, translation
         self.device = own.device
-        self.sampler = TorchSampler(translation.vocabulary, shared_noise(), own.transfer)
+        self._transfer = Transfer(own.device)  # laws are made on the caller's stream, which the draft's may not be
+        self.sampler = TorchSampler(translation.vocabulary, shared_noise(), self._transfer)
         first = torch.tensor(translation.first_ids, device=own.device)[: own.vocabulary]
         self._said = (first >= 0).nonzero()[:, 0]  # draft ids that the target can say
         self._first = first[self._said]
@@ -143,7 +145,7 @@ class TranslatingRunner:
 
     def limit(self, vocabulary: int) -> None:
         """Never propose a token with this id or a higher one."""
-        self.sampler = TorchSampler(min(vocabulary, self.vocabulary), shared_noise(), self.own.transfer)
+        self.sampler = TorchSampler(min(vocabulary, self.vocabulary), shared_noise(), self._transfer)
 
     # --- sequences ---
 
@@ -338,7 +340,7 @@ class TranslatingRunner:
             except CacheFull:
                 continue
             fitting += [Feed(seq, tuple(tokens), tuple(parents))] if tokens else []
-        self.own.feed(fitting)
+        self.own.score(fitting)  # not `feed`: the rows are read here, on the caller's stream
 
     def _add_unread(self, seq: int, ids: Sequence[int], tokens: list[int], parents: list[int]) -> None:
         """Add the uncomputed ids of a path to the new nodes of a sequence, if they all fit."""
