@@ -268,3 +268,15 @@ def test_a_draft_in_another_process_speaks_the_targets_ids(folders: dict[str, st
         expected = texts(llm.using(method="autoregressive").generate(PROMPTS, params))
         outputs = llm.using(method="pearl").generate(PROMPTS, params)
         assert texts(outputs) == expected and sum(output.stats["accepted"] for output in outputs) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target, draft", PAIRS)
+def test_on_a_gpu_the_text_is_that_of_plain_decoding(folders: dict[str, str], target: str, draft: str) -> None:
+    given = {"context_length": 256, "max_batch": 4}
+    llm = LLM(folders[target], folders[draft], device="cuda", dtype="float32", options=given)
+    for temperature in (0.0, 0.8, 1.3):
+        params = SamplingParams(temperature=temperature, max_tokens=12, seed=7)
+        expected = texts(llm.using(method="autoregressive").generate(PROMPTS, params))
+        for method in ("speculative", "tree", "specbranch"):
+            assert texts(llm.using(method=method).generate(PROMPTS, params)) == expected
