@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from specbranch.core.draft_evaluation import DraftEvaluation
     from specbranch.models.files.fetch import Progress
     from specbranch.models.runners.torch_runner import TorchRunner
+    from specbranch.models.runners.translating import TranslatingRunner
     from specbranch.text.tokenizer import Tokenizer
+    from specbranch.text.translation import Translation
 
 log = logging.getLogger("specbranch")
 
@@ -55,6 +58,8 @@ class ModelChoice:
     context_length: int | None = None
     threads: int | None = None
     shares: str | None = None  # the target whose embedding and head a draft made by `distill` runs on
+    # the target whose token ids a draft takes and gives that has another vocabulary; None: it has the target's
+    speaks_for: str | None = None
     # True if a model whose context is shorter than `context_length` is taken as it is: beyond, nothing is drafted
     shorten: bool = False
     tail: int = TAIL  # nodes that the KV cache of a sequence holds behind the committed prefix
@@ -155,6 +160,8 @@ def assemble(
         target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
     tokenizer = load_tokenizer(target)
     shared = None if draft is None else common_vocabulary(tokenizer, draft)
+    if draft is not None and draft.speaks_for:
+        log.warning("%s", translation(draft).sentence())
     verifier = make_verifier(target)
     described = _described(verifier.runner)
     captures = any(torch_device(choice) == "cuda" for choice in (target, draft) if choice is not None)
@@ -196,11 +203,31 @@ def executor_of(executor: ExecutorName, draft: str | None) -> ExecutorName:
 
 def fitted_to_target(draft: ModelChoice, target: str) -> ModelChoice:
     """Return the choice of a draft with the folder of a pair's name. A draft made by `distill` shares the target's
-    embedding and head."""
+    embedding and head; one with another vocabulary than the target's speaks for it."""
     from specbranch.models.drafts.draft_name import is_draft_folder
+    from specbranch.text.vocabulary import compare_vocabularies
 
     found = replace(draft, name=draft_path(draft.name))
-    return replace(found, shares=target) if is_draft_folder(found.name) else found
+    if is_draft_folder(found.name):
+        return replace(found, shares=target)
+    same = compare_vocabularies(load_tokenizer(ModelChoice(target)), load_tokenizer(found)) is not None
+    return found if same else replace(found, speaks_for=target)
+
+
+def translation(draft: ModelChoice, size: int | None = None) -> Translation:
+    """Return the translation between a draft with another vocabulary and its target, or raise VocabularyMismatch.
+
+    `size`: how many ids the draft's model knows; None: all that its tokenizer has.
+    """
+    ours, theirs = load_tokenizer(ModelChoice(str(draft.speaks_for))), load_tokenizer(draft)
+    return _translation(ours, theirs, None if size is None or size >= theirs.vocabulary_size else size)
+
+
+@lru_cache(maxsize=1)  # one pair at a time; it takes a second
+def _translation(target: Tokenizer, draft: Tokenizer, size: int | None) -> Translation:
+    from specbranch.text.translation import Translation
+
+    return Translation(target, draft, size)
 
 
 def draft_evaluation(draft: ModelChoice | None) -> DraftEvaluation | None:
@@ -299,21 +326,38 @@ def draft_cache_dtype(cache_dtype: str | None, device: str | None) -> str | None
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:
     """Load a model's tokenizer."""
     from specbranch.models.files.locate import locate, stored_base
-    from specbranch.models.files.store import cache_folder
-    from specbranch.text.tokenizer import Tokenizer
+    from specbranch.text.conversion import file_key, folder_key
 
     found = stored_base(locate(fetched(choice)))
     if found.kind == "gguf":
-        return Tokenizer.from_gguf(found.path, cache_folder() / "tokenizers")
-    return Tokenizer.from_folder(found.path, cache_folder() / "tokenizers")
+        return _tokenizer(found.path, file_key(found.path))
+    return _tokenizer(found.path, folder_key(found.path))
+
+
+@lru_cache(maxsize=2)  # those of one pair
+def _tokenizer(path: Path, key: str) -> Tokenizer:
+    """Load a tokenizer; `key` changes with its files."""
+    from specbranch.models.files.store import cache_folder
+    from specbranch.text.tokenizer import Tokenizer
+
+    load = Tokenizer.from_folder if path.is_dir() else Tokenizer.from_gguf
+    return load(path, cache_folder() / "tokenizers")
 
 
 def make_drafter(choice: ModelChoice, vocabulary: int, target_runner: Runner | None = None) -> Drafter:
-    """Make a draft worker that proposes only the first `vocabulary` ids."""
-    runner = load_runner(choice, target_runner)
+    """Make a draft worker that proposes only the first `vocabulary` ids of the target."""
+    own = load_runner(choice, target_runner)
+    runner = _translating(own, choice) if choice.speaks_for else own
     runner.limit(vocabulary)
     runner.prefix_cache = choice.prefix_cache
     return Drafter(runner)
+
+
+def _translating(own: TorchRunner, choice: ModelChoice) -> TranslatingRunner:
+    """Return a runner that speaks the target's ids, over that of a draft that has others."""
+    from specbranch.models.runners.translating import TranslatingRunner
+
+    return TranslatingRunner(own, translation(choice, own.vocabulary))
 
 
 def drafter_recipe(choice: ModelChoice, vocabulary: int, warm_up: ForwardSizes | None = None) -> Recipe:
@@ -372,12 +416,15 @@ def make_verifier(choice: ModelChoice) -> Verifier:
 
 
 def common_vocabulary(target: Tokenizer, draft: ModelChoice) -> int:
-    """Return the number of ids that draft and target share; refuse a draft whose tokens differ."""
+    """Return the number of the target's ids that a draft may propose; refuse one that cannot be translated."""
     if draft.shares:
         return target.vocabulary_size
+    if draft.speaks_for:
+        return translation(draft).vocabulary
     from specbranch.text.vocabulary import compare_vocabularies
 
-    return compare_vocabularies(target, load_tokenizer(draft))
+    common = compare_vocabularies(target, load_tokenizer(draft))
+    return target.vocabulary_size if common is None else common
 
 
 def make_executor(

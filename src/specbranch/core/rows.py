@@ -135,6 +135,10 @@ class RowRunner(Generic[Row]):
         """True if a node still has its row."""
         return node in self._rows[seq]
 
+    def row(self, seq: int, node: int) -> Row:
+        """Return the row of a node that still has one."""
+        return self._rows[seq][node]
+
     def margin(self, seq: int, node: int, first: int, second: int) -> float:
         """Return by how many logits `first` is preferred to `second` after a node; 0 is a tie."""
         return self.sampler.margin(self._rows[seq][node], self.spot(seq, node), first, second)

@@ -142,7 +142,7 @@ class Tokenizer:
     def special_ids(self, texts: Sequence[str]) -> frozenset[int]:
         """Return the special tokens among some texts: those that decoding skips."""
         found = (self._backend.token_to_id(text) for text in texts)
-        return frozenset(token_id for token_id in found if token_id in self._special_ids)
+        return frozenset(token_id for token_id in found if token_id in self.special_ids)
 
     def showing(self, token_ids: frozenset[int]) -> TokenDecoder:
         """Return a decoder that skips special tokens, but not these."""
@@ -208,19 +208,29 @@ class Tokenizer:
         """Return the least number of tokens of a text by its characters alone; 0 if they prove nothing."""
         return 0 if self._bound is None else self._bound.least(text)
 
+    def merged(self, word: str) -> list[int]:
+        """Return the ids of a word in the vocabulary's own letters, by the model's merges alone."""
+        return [int(token.id) for token in self._backend.model.tokenize(word)]
+
+    def words(self, text: str) -> list[str]:
+        """Cut a text into the words that are merged each by itself, in the vocabulary's own letters."""
+        cutter = self._backend.pre_tokenizer
+        return [text] if cutter is None else [word for word, _ in cutter.pre_tokenize_str(text)]
+
     @cached_property
     def _added_ids(self) -> frozenset[int]:
         return frozenset(self._backend.get_added_tokens_decoder())
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens, which decoding may skip."""
         return frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
 
     def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
         """Return True if decoding skips the token as if it were not there."""
-        return (skip_special and token_id in self._special_ids) or self._backend.id_to_token(token_id) is None
+        return (skip_special and token_id in self.special_ids) or self._backend.id_to_token(token_id) is None
 
     def token_bytes(self, skip_special: bool = True) -> TokenBytes | None:
         """Return the bytes of each token, if the text of tokens is that of their bytes; None for other decoders."""
@@ -233,7 +243,7 @@ class Tokenizer:
             return {True: None, False: None}
 
         def spell(token_id: int) -> str:
-            return "" if token_id in self._special_ids else self.token(token_id)
+            return "" if token_id in self.special_ids else self.token(token_id)
 
         return {True: TokenBytes(spell), False: TokenBytes(self.token)}
 

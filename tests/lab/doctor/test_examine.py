@@ -13,7 +13,7 @@ from specbranch.assembly import ModelChoice
 from specbranch.clock.profile import CostProfile
 from specbranch.lab.doctor.examine import DoctorReport, Patient, examine
 from specbranch.lab.doctor.finding import Finding
-from specbranch.lab.doctor.pair import agreement, costs, kernels
+from specbranch.lab.doctor.pair import agreement, costs, kernels, models_at_hand
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.loading import load_native
 from specbranch.pairs import Pair
@@ -95,7 +95,7 @@ def test_a_pairs_draft_without_weights_is_a_problem(
     assert found.level == "problem" and "no model.safetensors" in found.said
 
 
-def test_another_vocabulary_is_a_problem(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_another_vocabulary_is_noted(pair: tuple[str, str], tmp_path: Path) -> None:
     import json
 
     _, other = make_pair(tmp_path)
@@ -105,8 +105,8 @@ def test_another_vocabulary_is_a_problem(pair: tuple[str, str], tmp_path: Path) 
     (one, first), (two, second) = list(words.items())[40], list(words.items())[50]
     words[one], words[two] = second, first
     file.write_text(json.dumps(held))
-    found = about(examine(patient(pair[0], other)).findings, "Vocabulary")
-    assert found.level == "problem" and "different vocabularies" in found.said
+    found = about(list(models_at_hand(ModelChoice(pair[0]), ModelChoice(other))), "Vocabulary")
+    assert found.level == "note" and "another vocabulary" in found.said and "token strings are common" in found.said
 
 
 @pytest.mark.parametrize(("top1", "level"), [(0.1, "problem"), (0.4, "note"), (0.7, "ok")])

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbranch.assembly import ModelChoice, common_vocabulary, fitted_to_target, load_tokenizer
+from specbranch.assembly import ModelChoice, common_vocabulary, fitted_to_target, load_tokenizer, translation
 from specbranch.errors import SpecBranchError
 from specbranch.lab.doctor.finding import Finding, note, problem, well
-from specbranch.lab.measure.loaded_pair import precision
+from specbranch.lab.measure.loaded_pair import own_runner, precision
 from specbranch.pairs import PAIRS, draft_folder
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def models_at_hand(target: ModelChoice, draft: ModelChoice) -> Iterator[Finding]:
-    """Check that both models are present and complete, and share a vocabulary."""
+    """Check that both models are present and complete, and what their vocabularies have in common."""
     found = [target_at_hand(target.name), _draft(draft.name)]
     yield from found
     if all(finding.level != "problem" for finding in found):
@@ -65,8 +65,10 @@ def _draft(name: str) -> Finding:
 
 def _vocabulary(target: ModelChoice, draft: ModelChoice) -> Finding:
     try:
-        tokenizer = load_tokenizer(target)
-        shared = common_vocabulary(tokenizer, fitted_to_target(draft, target.name))
+        tokenizer, fitted = load_tokenizer(target), fitted_to_target(draft, target.name)
+        shared = common_vocabulary(tokenizer, fitted)
+        if fitted.speaks_for:
+            return note("Vocabulary", translation(fitted).sentence())
     except SpecBranchError as error:
         return problem("Vocabulary", str(error))
     if shared == tokenizer.vocabulary_size:
@@ -77,7 +79,7 @@ def _vocabulary(target: ModelChoice, draft: ModelChoice) -> Finding:
 
 def kernels(name: str, runner: Any) -> Finding:
     """Report how a model runs, and whether its compiled step is used."""
-    about = f"Kernels of the {name}"
+    about, runner = f"Kernels of the {name}", own_runner(runner)
     if not hasattr(runner, "decoder"):
         advice = "The native decoder does not know its architecture, or --runner asked for this."
         return note(about, "it runs on transformers, which is slower.", advice)

@@ -106,19 +106,24 @@ def load_pair(target: ModelChoice, draft: ModelChoice, name: str, executor: Exec
     return LoadedPair(name, parts.tokenizer, *workers, identity(target.name), identity(draft.name), executor)
 
 
+def own_runner(runner: Runner) -> Runner:
+    """Return the runner that computes: a draft with another vocabulary is asked through another one."""
+    return getattr(runner, "own", runner)
+
+
 def precision(runner: Runner) -> str:
     """Return the precision a model computes in; empty if it does not say."""
-    return str(getattr(runner, "dtype", "")).removeprefix("torch.")
+    return str(getattr(own_runner(runner), "dtype", "")).removeprefix("torch.")
 
 
 def stored_in(runner: Runner) -> str:
     """Return how a model's matrices are stored: a name, or else the precision it computes in."""
-    return str(getattr(runner, "weights", precision(runner)))
+    return str(getattr(own_runner(runner), "weights", precision(runner)))
 
 
 def cached_in(runner: Runner) -> str:
     """Return the type of a model's KV cache, likewise."""
-    return str(getattr(runner, "cache_dtype", precision(runner)))
+    return str(getattr(own_runner(runner), "cache_dtype", precision(runner)))
 
 
 def pair_name(pair: str | None, target: str, draft: str) -> str:
