@@ -177,7 +177,7 @@ def walked(state: State, tokenizer: Tokenizer, chance: random.Random) -> str:
         token = chance.choice(calls or found)
         tokens.append(token)
         state = state.advance(token) or pytest.fail("a token of the mask is forbidden")
-    return tokenizer.showing(tokenizer.special_ids(MARKERS)).decode(tokens)
+    return tokenizer.showing(tokenizer.special_among(MARKERS)).decode(tokens)
 
 
 def test_parameters_of_xml_follow_their_types(tokenizer: Tokenizer, start: Callable[[str], State]) -> None:

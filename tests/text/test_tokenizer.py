@@ -373,7 +373,7 @@ def test_special_tokens_that_are_shown_are_text_and_others_are_not(kind: str) ->
     backend = KINDS[kind]()
     backend.add_special_tokens(["[TOOL_CALLS]", "[OTHER]"])
     tokenizer = Tokenizer(backend, {"bos_token": "<s>"})
-    shown = tokenizer.special_ids(["[TOOL_CALLS]", "branch", "<never>"])
+    shown = tokenizer.special_among(["[TOOL_CALLS]", "branch", "<never>"])
     assert len(shown) == 1
     parts = [tokenizer.encode(text, add_special=False) for text in ("A branch", "[OTHER]", "[TOOL_CALLS]", "guess")]
     ids = [token for part in parts for token in part]

@@ -105,8 +105,9 @@ DRAFT = (
     _draft(
         "--draft",
         metavar="MODEL",
-        help="Draft model, best with the target's vocabulary, or a pair's name, which stands for its draft, or the "
-        "address of a draft worker: tcp://HOST:PORT, with a certificate tls://HOST:PORT (see `specbranch draft-worker`).",
+        help="Draft model, best with the target's vocabulary, or a pair's name, which stands for its draft, or "
+        "the address of a draft worker: tcp://HOST:PORT, with a certificate tls://HOST:PORT (see `specbranch "
+        "draft-worker`).",
     ),
     _draft("--draft-device", metavar="DEVICE", help="Device of the draft [the target's]."),
     _draft(

@@ -61,7 +61,7 @@ def prepared(
     reasoning = use.reasoning(prompt) if use else ()
     params = sampling(asked, max(_longest(serving, max_tokens), 1), logprobs, constraint, reasoning)
     _compile(serving, params, use)
-    shown = serving.engine.tokenizer.special_ids(use.markers()) if use else frozenset[int]()
+    shown = serving.engine.tokenizer.special_among(use.markers()) if use else frozenset[int]()
     return Prepared(
         prompts,
         params,

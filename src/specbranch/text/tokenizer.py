@@ -139,7 +139,7 @@ class Tokenizer:
         found = self._backend.token_to_id(text)
         return found if found in self._added_ids else None
 
-    def special_ids(self, texts: Sequence[str]) -> frozenset[int]:
+    def special_among(self, texts: Sequence[str]) -> frozenset[int]:
         """Return the special tokens among some texts: those that decoding skips."""
         found = (self._backend.token_to_id(text) for text in texts)
         return frozenset(token_id for token_id in found if token_id in self.special_ids)
