@@ -394,9 +394,13 @@ def make_served_draft(
 ) -> ServedDraft:
     """Load a draft for targets elsewhere; one made by `distill` computes with the embedding and head of `target`.
 
-    It drafts ids below `vocabulary`, by default all of its own.
+    It drafts ids below `vocabulary`, by default all of its own. Targets with other tokens are refused when they join:
+    nothing is translated here.
     """
-    choice = fitted_to_target(choice, target)
+    from specbranch.models.drafts.draft_name import is_draft_folder
+
+    choice = replace(choice, name=draft_path(choice.name))
+    choice = replace(choice, shares=target) if is_draft_folder(choice.name) else choice
     tokenizer = load_tokenizer(replace(choice, name=choice.shares) if choice.shares else choice)
     drafter = make_drafter(choice, min(tokenizer.vocabulary_size, vocabulary or tokenizer.vocabulary_size))
     size = min(tokenizer.vocabulary_size, vocabulary or tokenizer.vocabulary_size, drafter.runner.vocabulary)

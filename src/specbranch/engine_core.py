@@ -297,8 +297,8 @@ class EngineCore:
                 target.warm_up(of_target)
             if draft is not None:
                 draft.warm_up(of_draft)
-                if isinstance(target, WarmsUp):
-                    target.warm_up_receiver(draft)
+            if isinstance(target, WarmsUp):
+                target.warm_up_receiver(draft)
 
     def _rehearse(self, decoding: Decoding) -> None:
         """Time the pair if the method plans by costs and too few of them are known."""

@@ -21,6 +21,7 @@ from specbranch.assembly import ModelChoice, experience_key, make_served_draft
 from specbranch.errors import ModelError
 from specbranch.exec.address import KEY_VARIABLE
 from specbranch.exec.process import Process
+from specbranch.models.runners.translating import TranslatingRunner
 from tiny_pair import make_pair
 from toy_worker import free_port, serving_draft
 
@@ -93,6 +94,12 @@ def test_a_worker_with_another_vocabulary_is_refused_with_the_tokens_that_differ
         pytest.raises(ModelError, match=r"different vocabularies: \d+ of \d+ shared token ids differ"),
     ):
         LLM(pair[0], draft=f"tcp://127.0.0.1:{port}", device="cpu", options={"keep_experience": False})
+
+
+def test_a_worker_translates_for_no_target(pair: tuple[str, str]) -> None:
+    """Not for the default one either, which a worker has if none is named."""
+    served = make_served_draft(ModelChoice(pair[1], device="cpu", shorten=True), "smollm2-135m")
+    assert not isinstance(served.drafter.runner, TranslatingRunner)
 
 
 @contextmanager

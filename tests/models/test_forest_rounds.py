@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from specbranch.core.prefill_budget import RoundLimits
 from specbranch.core.request import Request
 from specbranch.core.scheduler import Scheduler
 from specbranch.core.session import Session
+from specbranch.core.way_choice import WayChoice
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
@@ -208,3 +211,58 @@ def test_a_warm_up_leaves_no_session_and_changes_nothing(decoders: tuple[Any, An
     start(loop, session)
     run_out(loop)
     assert_as_alone(decoders, [session])
+
+
+def test_a_batch_that_turns_to_plain_decoding_loses_no_token(
+    decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round with trees is in flight when the batch's choice changes."""
+    ways, choose = itertools.cycle(["planned"] * 5 + ["plain"] * 5), WayChoice.choose
+    current = {"way": "planned"}
+
+    def chosen(self: WayChoice, session: Session, tree: Any) -> Any:
+        found = choose(self, session, tree)
+        return current["way"] if session.batch_size > 1 else found
+
+    monkeypatch.setattr(WayChoice, "choose", chosen)
+    monkeypatch.setattr(WayChoice, "plain_rounds", lambda self, session: 3)
+    works = executor(decoders)
+    loop = Loop(works)
+    sessions = [session_of(n, some_tokens(30, seed=n), temperature=0.0, max_tokens=50) for n in range(3)]
+    for session in sessions:
+        start(loop, session)
+    while loop.live:
+        current["way"] = next(ways)
+        loop.step()
+    assert works.forests > 5
+    assert_as_alone(decoders, sessions)
+
+
+@pytest.mark.parametrize("context", [384, pytest.param(400, marks=pytest.mark.slow)])
+def test_sessions_reach_the_end_of_their_context(
+    context: int, decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a page ends just behind the context, page tables have no room for what a round could write."""
+    monkeypatch.setattr(sys.modules[__name__], "CONTEXT", context)
+    works = executor(decoders)
+    loop = Loop(works)
+    sessions = [
+        session_of(n, some_tokens(context - 60 + n, seed=n), temperature=0.0, max_tokens=200, ignore_eos=True)
+        for n in range(3)
+    ]
+    for session in sessions:
+        start(loop, session)
+    run_out(loop)
+    assert_as_alone(decoders, sessions)
+
+
+def test_a_draft_without_memory_leaves_the_rounds_on_the_device(decoders: tuple[Any, Any]) -> None:
+    big, small = GpuRunner(decoders[0], CONTEXT), GpuRunner(decoders[1], CONTEXT, pages=1)
+    works = Noting(Verifier(big), Drafter(small))
+    loop = Loop(works)
+    sessions = [session_of(n, some_tokens(40, seed=n), temperature=0.0, max_tokens=40) for n in range(3)]
+    for session in sessions:
+        start(loop, session)
+    run_out(loop)
+    assert works.forests > 20 and not loop._forest._has_failed
+    assert_as_alone(decoders, sessions)

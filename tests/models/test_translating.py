@@ -248,7 +248,7 @@ def test_a_proposals_law_sums_to_one(folders: dict[str, str]) -> None:
 
 def test_a_full_tail_leaves_nodes_unanswered(folders: dict[str, str]) -> None:
     runner, tokenizer = drafter(folders, "more bytes", "spaces"), load_tokenizer(ModelChoice(folders["more bytes"]))
-    tokens = tuple(tokenizer.encode(SENTENCES[3] * 4, add_special=False))[:100]
+    tokens = tuple(tokenizer.encode(SENTENCES[3] * 4, add_special=False))[:45]
     runner.open(1, GREEDY)
     proposals = runner.propose(
         [Feed(1, tokens, tuple(range(ROOT, len(tokens) - 1)))], [Ask(1, node) for node in range(len(tokens))]
@@ -257,6 +257,20 @@ def test_a_full_tail_leaves_nodes_unanswered(folders: dict[str, str]) -> None:
     runner.keep(1, range(len(tokens)), len(tokens))
     runner.demand(1, 1)
     assert runner.propose([Feed(1, tokens[:1], (ROOT,))], [Ask(1, 0)])[0].tokens
+
+
+def test_a_text_that_exceeds_the_drafts_context_gets_no_proposal(folders: dict[str, str]) -> None:
+    """The draft may need several tokens for one of the target's."""
+    runner, tokenizer = drafter(folders, "more bytes", "spaces"), load_tokenizer(ModelChoice(folders["more bytes"]))
+    tokens = tuple(tokenizer.encode(SENTENCES[3] * 40, add_special=False))[:200]
+    runner.open(1, GREEDY)
+    for at in range(0, len(tokens), 10):  # the draft reads them as far as they fit
+        runner.extend(1, tokens[at : at + 10])
+        runner.flush()
+        found = runner.propose([Feed(1, tokens[:1], (ROOT,))], [Ask(1, 0)])[0]
+        runner.keep(1, (), 0)
+        assert found.tokens or len(runner.own.slots(1).prefix) > runner.own.context_length - 16
+    assert not found.tokens
 
 
 @pytest.mark.slow

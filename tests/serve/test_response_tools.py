@@ -115,6 +115,15 @@ def test_the_tool_loop_of_a_client_goes_round(script: Script, client: openai.Ope
     assert script.prompts[-1] == script.prompts[-2] and "<think>Hm.</think>I look.<tool_call>" in script.prompts[-1]
 
 
+def test_output_that_ends_within_reasoning_goes_back(script: Script, client: openai.OpenAI) -> None:
+    script.text = ANSWER.replace("Hm.", "Hm. " * 40)
+    first = create(client, max_output_tokens=40)
+    assert first.status == "incomplete" and [item.type for item in first.output] == ["reasoning"]
+    talk: list[Any] = [{"role": "user", "content": "How is the weather?"}, *(one.model_dump() for one in first.output)]
+    script.text = "It rains."
+    assert create(client, input=[*talk, {"role": "user", "content": "Go on."}]).output_text == script.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut_is_incomplete(script: Script, client: openai.OpenAI, stream: bool) -> None:
     script.text = called("weather", city="Oslo" * 20)

@@ -197,7 +197,13 @@ class ForestLoop:
             parents=tuple(node.parent for node in sent.nodes) if numbers else None, goes_on=False,
         )  # fmt: skip
         verdict = verdict_on(sent, report.tokens, report.ended is not None)
-        found = Reports(verdict=verdict, verifying=span, tree=tree if orders.forest is not None else None)
+        if len(verdict.path) < len(report.tokens) - 1:
+            said = f"a device reported {len(report.tokens)} tokens, and {len(verdict.path)} of them are on its tree"
+            self._host.deliver(member, orders, Reports(error=RuntimeError(said), verifying=span))
+            return
+        # A session that decodes plainly from now on gets the tree of the round that was in flight, too.
+        has_tree = orders.forest is not None or bool(numbers)
+        found = Reports(verdict=verdict, verifying=span, tree=tree if has_tree else None)
         self._host.deliver(member, replace(orders, verify=verify), found)
 
 

@@ -177,12 +177,18 @@ def _plain_rounds_in_batch(session: Session, ways: WayChoice, planner: Planner, 
     emitted = stats.emitted
     rounds = min(ways.plain_rounds(session), session.room)
     try:
-        reports = yield Orders(verify=session.verify_plainly(), deferred=deferred, plain_rounds=rounds)
+        orders = Orders(verify=session.verify_plainly(), deferred=deferred, plain_rounds=rounds)
+        reports = yield orders
         deferred.run()
-        session.commit((), verdict_of(reports))
-        stats.end_round()
-        stats.judge_plain()
-        session.take_waited()
+        if reports.tree is not None:  # a round of the forest was in flight
+            verified = [n for n, node in enumerate(reports.tree.nodes) if node.sent]
+            left = _absorb(session, planner, reports.tree, verified, orders, reports, deferred)
+            deferred.add(stats.abandon_tree, left)
+        else:
+            session.commit((), verdict_of(reports))
+            stats.end_round()
+            stats.judge_plain()
+            session.take_waited()
     finally:
         if made := stats.emitted - emitted:  # rounds, each with one token
             seconds = session.now - last_end

@@ -130,15 +130,16 @@ class Dial:
     def check(self) -> None:
         """Reach the worker once, and hang up; raises ModelError if there is none, or none for this target."""
         try:
-            self._make().close()
+            # at the first time it may be busy with a long order of another target
+            self._make(self.limits.start).close()
         except MAY_HAPPEN as error:
             raise ModelError(f"{self.unavailable}: {str(error).rstrip('.')}.") from error
 
-    def _make(self) -> StreamLink:
+    def _make(self, seconds: float = GREETING_SECONDS) -> StreamLink:
         stream, round_trip = connect(self.address, self._key, self._trusted)
         link = StreamLink(as_stream(stream), MOST_MESSAGE, round_trip)
         try:
-            self._agree(link, time.monotonic() + GREETING_SECONDS)
+            self._agree(link, time.monotonic() + seconds)
         except BaseException:
             link.close()
             raise

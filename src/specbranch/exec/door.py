@@ -1,8 +1,8 @@
 """The entrance of a draft worker on a network: takes connections, and lets in whoever has the secret.
 
 Owns the listening socket and the threads that greet. A greeting may wait, so it never runs in the worker's own thread.
-Does not own what is said afterwards. Invariants: a stranger costs a thread for `GREETING_SECONDS` at most, and there
-are never more than `MOST_GREETINGS` of them; nothing that strangers send is logged.
+Does not own what is said afterwards. Invariants: a stranger costs a thread for twice `GREETING_SECONDS` at most, and
+there are never more than `MOST_GREETINGS` of them; nothing that strangers send is logged.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
 from specbranch.errors import BadParameter
-from specbranch.exec.address import LinkAddress
+from specbranch.exec.address import LinkAddress, is_loopback
 from specbranch.exec.greeting import GREETING_SECONDS, Refused, admit, tuned
 
 log = logging.getLogger("specbranch.draft_worker")
 
 MOST_GREETINGS = 64  # at a time; further connections are closed at once
+MOST_FROM_ONE = 16  # of these, from one address of a network: one that says nothing does not shut out the others
 WAITING_CONNECTIONS = 64  # that the system keeps until they are taken
 REFUSALS_EVERY = 1.0  # seconds between two lines in the log about refused connections
 LetIn = Callable[[socket.socket, str], None]
@@ -55,6 +57,7 @@ class Door:
     def __init__(self, listener: socket.socket, key: bytes, context: ssl.SSLContext | None, let_in: LetIn) -> None:
         self._listener, self._key, self._context, self._let_in = listener, key, context, let_in
         self._places = threading.BoundedSemaphore(MOST_GREETINGS)
+        self._greeted: Counter[str] = Counter()  # by address
         self._lock = threading.Lock()
         self._refused, self._said_at = 0, -REFUSALS_EVERY
         self._closed = False
@@ -79,7 +82,7 @@ class Door:
                     self._note("somebody", f"it cannot be taken ({error.strerror})")
                     time.sleep(0.1)
                 continue
-            if not self._places.acquire(blocking=False):
+            if not self._take_place(address[0]):
                 stream.close()
                 self._note(address[0], "too many are at the door")
                 continue
@@ -87,8 +90,24 @@ class Door:
                 threading.Thread(target=self._greet, args=(stream, address[0]), daemon=True).start()
             except RuntimeError:  # the system has no thread left
                 stream.close()
-                self._places.release()
+                self._give_place(address[0])
                 self._note(address[0], "there is no thread for it")
+
+    def _take_place(self, who: str) -> bool:
+        """Take a place at the door; False if it is full, or full of connections from there."""
+        with self._lock:
+            crowd = self._greeted[who] >= MOST_FROM_ONE and not is_loopback(who)
+            if crowd or not self._places.acquire(blocking=False):
+                return False
+            self._greeted[who] += 1
+            return True
+
+    def _give_place(self, who: str) -> None:
+        with self._lock:
+            self._greeted[who] -= 1
+            if not self._greeted[who]:
+                del self._greeted[who]
+            self._places.release()
 
     def _greet(self, stream: socket.socket, who: str) -> None:
         try:
@@ -105,7 +124,7 @@ class Door:
             stream.close()
             self._note(who, "no TLS came about")
         finally:
-            self._places.release()
+            self._give_place(who)
 
     def _note(self, who: str, why: str) -> None:
         """Log a refusal, but not each of a flood."""

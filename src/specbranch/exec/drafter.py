@@ -85,7 +85,7 @@ class Drafter(Worker):
             **(self._trees(trees, done) if trees else {}),
         }
         # Last, so that drafting gets memory first. The chunks of all sessions go into common forwards.
-        reached = {session: self._reached(session, order) for session, order in prefills.items()}
+        reached = {session: self.prefill_further(session, order) for session, order in prefills.items()}
         self.runner.flush()
         return {**drafted, **reached}
 
@@ -121,7 +121,7 @@ class Drafter(Worker):
         _check(proposal.confidence for proposal in found)
         return found
 
-    def _reached(self, session: int, order: Prefill) -> Reached:
+    def prefill_further(self, session: int, order: Prefill) -> Reached:
         """Prefill further; a sequence that the draft cannot compute or hold counts as prefilled."""
         with suppress(CacheFull), self.releasing(session):
             if not self._out_of_reach(session, order.on, 0):
@@ -184,6 +184,10 @@ class Drafter(Worker):
         self.runner.demand(session, len(rest))
         path = [ROOT, *self.slots(session).path(end), *range(tail, tail + len(rest))]
         return Feed(session, tuple(rest), chain_after(end, tail, len(rest))), path
+
+    def is_within_reach(self, session: int, on: Context) -> bool:
+        """True if the draft can compute a sequence and one token more."""
+        return not self._out_of_reach(session, on, 1)
 
     def _out_of_reach(self, session: int, on: Context, length: int) -> bool:
         """True if a sequence exceeds the draft's context or vocabulary; it decodes without a draft from then on."""

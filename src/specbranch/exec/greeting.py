@@ -154,7 +154,9 @@ def prove(stream: socket.socket, key: bytes) -> float:
     except TimeoutError:
         raise Refused("it does not answer; it is stopped, overloaded, or no draft worker") from None
     except ConnectionError as error:
-        said = f"it hung up ({error.strerror or error}); a worker with a certificate is tls://, not tcp://"
+        said = (
+            f"it hung up ({error.strerror or error}); it is full, or has a certificate: then it is tls://, not tcp://"
+        )
         raise Refused(said) from None
     except OSError as error:
         raise Refused(f"the connection broke ({error.strerror or error})") from None

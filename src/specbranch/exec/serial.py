@@ -100,7 +100,7 @@ class Serial(DecodesWithTarget):
         assert isinstance(runner, GrowsForests)
         reached, short = self.target.prefill(prefills)
         runner.flush()
-        ready = self._caught_up(orders) if orders.plan.steps or orders.plan.more else set()
+        ready = self._caught_up(orders)
         step = runner.decode_forest(replace(orders, drafting=ready), self._draft_runner)
         if step is None:
             return None
@@ -125,16 +125,23 @@ class Serial(DecodesWithTarget):
         ready, left = set[int](), FOREST_PREFILL
         if self.draft is None:
             return ready
+        drafts = orders.plan.steps + orders.plan.more > 0
         for session in orders.drafting:
-            text = orders.texts[session]
+            text, slots = orders.texts[session], self.draft.slots(session)
             if session in self._without or orders.limits[session] > self.draft.runner.context_length:
                 continue
-            held = len(self.draft.slots(session).prefix)
-            if session not in self._in_forest and len(text) - 1 - held > FEW_UNCOMPUTED and left > 0:
-                order = Prefill(Context(0, tuple(text[:-1])), left)
-                held = self._attempt((session,), partial(self.draft.continue_prefill, session, order), held)
-                left -= FOREST_PREFILL if held < len(text) - 1 else 0
-            if session in self._in_forest or len(text) - 1 - held <= FEW_UNCOMPUTED:
+            if session in self._in_forest:
+                ready.add(session)
+                continue
+            on = Context(0, tuple(text[:-1]))
+            if not drafts or not self.draft.is_within_reach(session, on):
+                continue
+            before = len(slots.prefix)
+            if len(on) - before > FEW_UNCOMPUTED and left > 0:
+                work = partial(self.draft.prefill_further, session, Prefill(on, left))
+                self._attempt((session,), work, None)
+                left -= len(slots.prefix) - before
+            if len(on) - len(slots.prefix) <= FEW_UNCOMPUTED:
                 ready.add(session)
         self._in_forest = ready
         return ready

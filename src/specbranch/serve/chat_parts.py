@@ -24,6 +24,7 @@ class ParsedAnswer:
     def __init__(self, parser: AnswerParser, parallel: bool, short_ids: bool) -> None:
         """`parallel`: calls behind the first are sent, too. `short_ids`: the ids of calls have nine characters."""
         self._parser, self._parallel, self._short_ids = parser, parallel, short_ids
+        self._is_over = False  # a call came that is not sent
         self.has_called = False
 
     @classmethod
@@ -59,10 +60,12 @@ class ParsedAnswer:
     def _delta(self, event: Event) -> AssistantMessage | None:
         match event:
             case Said(text):
-                return AssistantMessage(content=text)
+                return None if self._is_over else AssistantMessage(content=text)
             case Thought(text):
                 return AssistantMessage(reasoning_content=text, reasoning=text)
-            case CallBegun(index, name) if self._is_sent(index):
+            case CallBegun(index) if not self._is_sent(index):
+                self._is_over = True  # what stands around calls that are not sent goes with them
+            case CallBegun(index, name):
                 self.has_called = True
                 function = CallText(name=name, arguments="")
                 return AssistantMessage(

@@ -162,7 +162,8 @@ def _role(message: ChatMessage, where: str) -> str:
 
 def _content(message: ChatMessage, where: str) -> str:
     content = message.refusal if message.content is None else message.content
-    if content is None and not message.tool_calls:
+    ended_inside = message.reasoning_content or message.reasoning  # an answer may end within its reasoning
+    if content is None and not message.tool_calls and not ended_inside:
         raise ApiError(400, f"{where} has no content; expected a text.", param="messages")
     return content or "" if not isinstance(content, list) else "".join(text_of(part, where) for part in content)
 

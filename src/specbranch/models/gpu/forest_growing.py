@@ -112,6 +112,11 @@ def grow_plainly(
             forest.places[1, row, _COUNTED] = 0
         elif (part := _next_rows(forest, growth, row)) is not None:
             parts[row] = part
+    waiting = 0
+    for row in list(parts):  # a step makes four moves a row; a session beyond that waits for the next one
+        waiting += forest.scalars(row)["draft_moves"]
+        if waiting > most_moves(bucket.rows):
+            del parts[row]
     if not last:
         write_step(forest, list(parts), list(parts.values()), DRAFT_PAGES, packed, bucket, spare)
         growth.total[0] = sum(len(part.tokens) for part, _ in parts.values())

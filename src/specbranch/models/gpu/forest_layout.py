@@ -143,6 +143,7 @@ class Forest:
 
     def page_change(self, row: int, table: int, pages: Sequence[int], first: int) -> Written:
         """Return what changes a page table from its page `first` on."""
+        assert len(pages) <= self.pages.shape[2], (len(pages), self.pages.shape)
         return self._written(self.pages[row, table, first:], pages[first:])
 
     def scalar_change(self, row: int, name: str, number: int) -> Written:

@@ -9,7 +9,7 @@ no effect: what it wrote lies behind what a model's sequence holds, and all late
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -52,7 +52,6 @@ from specbranch.models.gpu.forest_layout import (
 from specbranch.models.gpu.granting import Granting, new_granting, price_numbers, send
 from specbranch.models.gpu.launching import StepLauncher
 from specbranch.models.gpu.layout import (
-    MOST_STEP_ROWS,
     MOVED_COUNT,
     Bucket,
     brought_moves,
@@ -117,6 +116,7 @@ class Planted:
     drafts: bool = False  # the draft works for it
     draft_length: int = 0  # tokens that the draft holds for sure
     leaves: bool = False  # it takes no part in the rounds that are launched now
+    has_tree: bool = False  # the device may have a tree of it
     pages: list[list[int]] = field(default_factory=lambda: [[], []])  # of both models, as the device has them
 
 
@@ -128,6 +128,7 @@ class ForestFlight:
     rows: int  # of its verify, at most
     reports: Reading
     trees: Reading | None  # None: no session has a tree
+    growing: Iterator[None] | None = None  # launches the draft steps before which the device is asked
 
 
 class ForestDecoder:
@@ -190,22 +191,21 @@ class ForestDecoder:
         sequence = self._target.sequences.get(seq)
         if sequence is not None:
             sequence.table.shrink(len(sequence.slots))
-        if self._draft is not None and (drafted := self._draft.sequences.get(seq)) is not None and sequence:
-            text, held = [*sequence.slots.prefix, planted.last], drafted.slots.prefix
-            held.extend(text[len(held) : min(planted.draft_length, planted.length)])
-            self._draft.forget_rows(seq)
-            drafted.table.shrink(len(drafted.slots))
+        self._free_draft(seq, planted)
 
     def decode(self, orders: ForestOrders) -> ForestStep | None:
         """See `GrowsForests.decode_forest`."""
         texts, failed = orders.texts, dict[int, SpecBranchError]()
         flight, self._flight = self._flight, None
+        if flight is not None and flight.growing is not None:
+            for _ in flight.growing:
+                pass
         if self._unread:  # a round was never read: the device knows tokens that the host does not
             self.leave()
             flight = None
         self._leave_others(texts)
         now = {} if flight is None else {seq: row for seq, row in flight.row_of.items() if seq in self._planted}
-        if not 0 < len(texts) <= TABLE_ROWS or not self._enter(orders, failed):
+        if not self._fits(texts) or not self._enter(orders, failed):
             self.leave()
             return None
         ahead = bool(now)
@@ -214,6 +214,8 @@ class ForestDecoder:
             if flight is None:
                 return ForestStep(dict, 0, False, frozenset(), failed)
             now = dict(flight.row_of)
+            for _ in flight.growing or ():
+                pass
         present = flight
         self._unread = True
         going_on = [seq for seq in self._planted if seq in orders.going_on or seq not in now]
@@ -224,6 +226,11 @@ class ForestDecoder:
             return self._read(present, now, texts)
 
         return ForestStep(reports, present.rows, ahead, launched, failed)
+
+    def _fits(self, texts: Mapping[int, Sequence[int]]) -> bool:
+        """True if the tables and a step take all these sessions."""
+        longest = max([len(text) for text in texts.values()], default=0) + 2 * AHEAD + max(SENT_ROWS, TAIL)
+        return 0 < len(texts) <= min(TABLE_ROWS, self._target.launcher.most_rows(longest))
 
     def _leave_others(self, texts: Mapping[int, Sequence[int]]) -> None:
         """Take out sessions that do not take part any longer, or have another text than the device knows."""
@@ -259,19 +266,34 @@ class ForestDecoder:
     def _reserve(self, seq: int, planted: Planted) -> None:
         """Reserve the pages of a round behind the one in flight, or raise CacheFull."""
         length = planted.length
-        table = self._target.reserve(seq, length - 1, length + AHEAD + SENT_ROWS)
+        table = self._target.reserve(seq, length - 1, self._end(length + AHEAD + SENT_ROWS))
         planted.pages[TARGET_PAGES] = list(table.pages)
-        if planted.drafts and self._draft is not None:
-            start = min(planted.draft_length, length - 1)
-            planted.pages[DRAFT_PAGES] = list(self._draft.reserve(seq, start, length + AHEAD + TAIL).pages)
+
+    def _reserve_draft(self, seq: int, planted: Planted) -> bool:
+        """Do the same for the draft; returns False if there is no memory."""
+        assert self._draft is not None
+        start = min(planted.draft_length, planted.length - 1)
+        try:
+            table = self._draft.reserve(seq, start, self._end(planted.length + AHEAD + TAIL))
+        except CacheFull:
+            return False
+        planted.pages[DRAFT_PAGES] = list(table.pages)
+        return True
+
+    def _end(self, kv_slots: int) -> int:
+        """Return where a sequence's KV slots end: page tables have no more room, and no row needs more."""
+        return min(kv_slots, self._target.context_length + TAIL)
 
     def _keep_up(self, seq: int, planted: Planted, orders: ForestOrders) -> None:
         """Note what has changed for a session since its last round; raises CacheFull if it finds no memory."""
         before, row = [list(pages) for pages in planted.pages], planted.row
         changes = self._changes.setdefault(row, [])
         self._reserve(seq, planted)
-        if seq in orders.drafting and not planted.drafts and self._draft is not None:
+        wanted = seq in orders.drafting and self._draft is not None
+        if wanted and not planted.drafts:
             self._begin_drafting(seq, planted, changes)
+        elif planted.drafts and (not wanted or not self._reserve_draft(seq, planted)):
+            self._end_drafting(seq, planted, changes)
         for table, pages in enumerate(planted.pages):
             first = _first_difference(before[table], pages)
             if first < len(pages):
@@ -280,6 +302,7 @@ class ForestDecoder:
         if looks != planted.looks:
             changes.append(self._forest.scalar_change(row, "looks", int(looks)))
             planted.looks = looks
+        planted.has_tree = planted.has_tree or planted.looks or planted.drafts
 
     def _begin_drafting(self, seq: int, planted: Planted, changes: list[Written]) -> None:
         """Let the draft work for a session from now on, if it finds memory."""
@@ -287,14 +310,31 @@ class ForestDecoder:
         slots = self._draft.sequences[seq].slots
         if slots.tokens:
             self._draft.sequences.rewind(seq, len(slots.prefix))
-        held = min(len(slots.prefix), planted.length - 1)
-        try:
-            table = self._draft.reserve(seq, held, planted.length + AHEAD + TAIL)
-        except CacheFull:
+        planted.draft_length = min(len(slots.prefix), planted.length - 1)
+        if self._reserve_draft(seq, planted):
+            planted.drafts = True
+            for name, number in (("drafts", 1), ("draft_length", planted.draft_length)):
+                changes.append(self._forest.scalar_change(planted.row, name, number))
+
+    def _end_drafting(self, seq: int, planted: Planted, changes: list[Written]) -> None:
+        """Let the draft work for a session no longer; its tree goes, as the draft forgets the nodes."""
+        self._free_draft(seq, planted)
+        planted.drafts, planted.draft_length, planted.pages[DRAFT_PAGES] = False, 0, []
+        for name in ("drafts", "draft_length", "draft_moves", "nodes", "root_scored", "tail"):
+            changes.append(self._forest.scalar_change(planted.row, name, 0))
+
+    def _free_draft(self, seq: int, planted: Planted) -> None:
+        """Bring the draft's sequence in line with what the draft holds for sure."""
+        sequence = self._target.sequences.get(seq)
+        drafted = self._draft.sequences.get(seq) if self._draft is not None else None
+        if self._draft is None or drafted is None or sequence is None or not planted.drafts:
             return
-        planted.pages[DRAFT_PAGES], planted.draft_length, planted.drafts = list(table.pages), held, True
-        for name, number in (("drafts", 1), ("draft_length", held)):
-            changes.append(self._forest.scalar_change(planted.row, name, number))
+        text, held = list(sequence.slots.prefix), drafted.slots.prefix
+        if len(text) == planted.length - 1:  # otherwise moves were not made, and the target holds less
+            text.append(planted.last)
+        held.extend(text[len(held) : planted.draft_length])
+        self._draft.forget_rows(seq)
+        drafted.table.shrink(len(drafted.slots))
 
     def _launch(self, orders: ForestOrders, sessions: Sequence[int]) -> ForestFlight | None:
         """Launch a round of some sessions; the others leave once the round before is read."""
@@ -314,32 +354,34 @@ class ForestDecoder:
         row_of = {seq: self._planted[seq].row for seq in staying}
         forest = self._first(_capacity(max(row_of.values()) + 1))
         # A step makes four moves a row, so it is not much smaller than the one before, whose nodes may have to move.
-        rows = min(max(orders.plan.rows, len(staying), self._rows // 4), MOST_STEP_ROWS)
+        rows = max(orders.plan.rows, len(staying), self._rows // 4)
+        rows = min(rows, self._target.launcher.most_rows(self._longest(staying)))
         bucket = padded_bucket(rows, forest.count == 1 and rows <= SENT_ROWS, self._least, 0)
         self._rows = bucket.rows
-        growth = self._bring(orders.plan, bucket, forest)
-        has_trees = any(self._planted[seq].drafts or self._planted[seq].looks for seq in staying)
+        growth = self._bring(orders.plan, rows, bucket, forest)
+        has_trees = any(self._planted[seq].has_tree for seq in staying)
         reports, trees = self._verify(forest, bucket, orders.plan, growth, has_trees)
-        drafting = sum(self._planted[seq].drafts for seq in staying)
-        if drafting and (orders.plan.steps or orders.plan.more) and growth is not None:
-            self._grow(forest, growth, orders.plan, drafting)
-        return ForestFlight(row_of, bucket.rows, reports, trees)
+        drafting = [seq for seq in staying if self._planted[seq].drafts]
+        growing = None
+        if drafting and growth is not None:
+            growing = self._grow(forest, growth, orders.plan, drafting)
+        return ForestFlight(row_of, bucket.rows, reports, trees, growing)
 
     def _first(self, count: int) -> Forest:
         if count not in self._heads:
             self._heads[count] = self._forest.first(count)
         return self._heads[count]
 
-    def _bring(self, plan: ForestPlan, bucket: Bucket, forest: Forest) -> ForestGrowth | None:
+    def _bring(self, plan: ForestPlan, rows: int, bucket: Bucket, forest: Forest) -> ForestGrowth | None:
         """Copy the changes of rows and the plan to the device."""
         launcher = self._target.launcher
         changes = [change for row in self._changes.values() for change in row if len(change[1])]
-        self._changes.clear()
         with launcher.stream.here():
             launcher.up({})  # pending moves come first
             if changes:
                 self._forest.scatter(launcher.transfer.up({"changes": as_pairs(changes)})["changes"])
-            return self._tables.bring(plan, bucket, forest.count, launcher)
+            self._changes.clear()
+            return self._tables.bring(plan, rows, bucket, forest.count, launcher)
 
     @torch.inference_mode()
     def _verify(
@@ -359,29 +401,53 @@ class ForestDecoder:
                 look(forest, growth.weights, *plan.looks)
         return reports, trees
 
-    @torch.inference_mode()
-    def _grow(self, forest: Forest, growth: ForestGrowth, plan: ForestPlan, sessions: int) -> None:
-        """Launch the draft's part of a round."""
+    def _grow(
+        self, forest: Forest, growth: ForestGrowth, plan: ForestPlan, drafting: Sequence[int]
+    ) -> Iterator[None] | None:
+        """Launch the draft's part of a round; returns what launches the steps before which the device is asked."""
         assert self._draft is not None
-        target, launcher = self._target.launcher, self._draft.launcher
+        launcher, rows = self._draft.launcher, len(drafting) * growth.growth.lanes
+        if not plan.steps + plan.more or rows > launcher.most_rows(self._longest(drafting)):
+            return None
         self._draft.drop_steps()
         self._draft.flush()
-        lanes = sessions * growth.growth.lanes
-        bucket = padded_bucket(lanes, forest.count == 1, launcher.graphs.step.least, 0)
+        steps = self._draft_steps(forest, growth, plan, rows)
+        if plan.more:
+            next(steps)  # up to the first question
+            return steps
+        for _ in steps:
+            pass
+        return None
+
+    def _longest(self, sessions: Iterable[int]) -> int:
+        """Return the KV slots of the longest of some sequences in the next round."""
+        return max(self._planted[seq].length for seq in sessions) + AHEAD + max(SENT_ROWS, TAIL)
+
+    def _draft_steps(self, forest: Forest, growth: ForestGrowth, plan: ForestPlan, rows: int) -> Iterator[None]:
+        """Launch draft steps; yields before the first step of those that are launched only if the device wants them."""
+        assert self._draft is not None
+        target, launcher = self._target.launcher, self._draft.launcher
+        bucket = padded_bucket(rows, forest.count == 1, launcher.graphs.step.least, 0)
+        results, most = self._tables.no_results, plan.steps + plan.more
+        totals = self._tables.fresh_totals(most)
         target.transfer.mark(target.stream.cuda).wait(launcher.stream.cuda)
         with launcher.stream.here():
             launcher.up({})
-            results, most = self._tables.no_results, plan.steps + plan.more
-            totals = self._tables.fresh_totals(most)
-            for step in range(most + 1):
-                last = step == most
-                noting = growth if last else replace(growth, total=totals[step])
+        for step in range(most + 1):
+            last = step == most
+            noting = growth if last else replace(growth, total=totals[step])
+            with torch.inference_mode(), launcher.stream.here():
                 grow(forest, noting, results, launcher.graphs.input, bucket, launcher.spare, last)
-                if last or (step >= plan.steps and not wait_for(totals[step].numpy(), 0, self._device)):
-                    break
+            if last:
+                break
+            if step == plan.steps:
+                yield
+            if step >= plan.steps and not wait_for(totals[step].numpy(), 0, self._device):
+                break
+            with torch.inference_mode(), launcher.stream.here():
                 ran = self._run(self._draft, bucket, ENTRIES)
-                assert ran.results is not None
-                results = ran.results
+            assert ran.results is not None
+            results = ran.results
         launcher.transfer.mark(launcher.stream.cuda).wait(target.stream.cuda)
 
     def _run(self, model: ForestModel, bucket: Bucket, count: int) -> Ran:
@@ -452,12 +518,13 @@ class PlanTables:
             torch.zeros(TABLE_ROWS, count, dtype=torch.int32, device=device) for count in (LANES, len(WANT_FIELDS))
         )
         self._total = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        # Rows of each draft step, in two sets: the steps of a round may be in flight when the next one is launched.
-        pinned, count = device.type == "cuda", 1 + MOST_DRAFT_STEPS
-        self._totals = [torch.zeros(count, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self._total_views = [[part[at : at + 1] for at in range(len(part))] for part in self._totals]
+        # Rows of each draft step, in three sets: reading a round waits for its verify, and its draft steps may still be
+        # in flight when the round behind the next one is launched. Each begins at 16 bytes, as kernels are compiled so.
+        pinned, count = device.type == "cuda", 4 * (1 + MOST_DRAFT_STEPS)
+        self._totals = [torch.zeros(count, dtype=torch.int32, pin_memory=pinned) for _ in range(3)]
+        self._total_views = [[part[at : at + 1] for at in range(0, count, 4)] for part in self._totals]
         self.no_results = torch.zeros(1, 4 + 2 * ENTRIES, device=device)
-        self._brought: tuple[ForestPlan, Bucket] | None = None
+        self._brought: tuple[ForestPlan, int, Bucket] | None = None
         self._made = ForestGrowth(
             Growth((NO_PRICE,), NO_CHANCES), self._growth, Weights(NO_CHANCES, self._chances), self._now, self._wants,
             self._total,
@@ -474,9 +541,9 @@ class PlanTables:
 
     def fresh_totals(self, steps: int) -> list[Tensor]:
         """Return where the rows of each draft step of a round are noted; -1: they are not known yet."""
-        self._totals.reverse()
-        self._total_views.reverse()
-        self._totals[0].numpy()[: steps + 1] = -1
+        self._totals.append(self._totals.pop(0))
+        self._total_views.append(self._total_views.pop(0))
+        self._totals[0].numpy()[: 4 * (steps + 1)] = -1
         return self._total_views[0]
 
     def granting(self, sessions: int) -> Granting:
@@ -488,11 +555,13 @@ class PlanTables:
             whole.ranked[: sessions * offers], whole.now[:sessions], whole.prices, whole.total,
         )  # fmt: skip
 
-    def bring(self, plan: ForestPlan, bucket: Bucket, sessions: int, launcher: StepLauncher) -> ForestGrowth | None:
-        """Copy a plan to the device unless it is there; returns how trees grow."""
-        if self._brought != (plan, bucket):
+    def bring(
+        self, plan: ForestPlan, rows: int, bucket: Bucket, sessions: int, launcher: StepLauncher
+    ) -> ForestGrowth | None:
+        """Copy a plan to the device unless it is there; returns how trees grow. `rows`: of the verify, at most."""
+        if self._brought != (plan, rows, bucket):
             # Rows within the bucket cost nothing more, so all go to the likeliest nodes.
-            prices = price_numbers(self._granting, 0.0, [0.0] * bucket.rows, 0, min(plan.rows, bucket.rows))
+            prices = price_numbers(self._granting, 0.0, [0.0] * bucket.rows, 0, rows)
             parts = [prices]
             if plan.growth is not None:
                 within, numbers = growth_numbers(plan.growth)
@@ -501,7 +570,7 @@ class PlanTables:
                 parts += [padded, chance_numbers(within.chances)]
                 self._made = replace(self._made, growth=within, weights=Weights(within.chances, self._chances))
             launcher.transfer.into(self._all, np.concatenate(parts))
-            self._brought = plan, bucket
+            self._brought = plan, rows, bucket
         return None if plan.growth is None else self.growth_of(sessions)
 
 

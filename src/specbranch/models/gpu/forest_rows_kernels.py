@@ -17,6 +17,7 @@ from specbranch.models.gpu.layout import DEPTH_COUNT as _DEPTH_COUNT
 from specbranch.models.gpu.layout import MOVED_COUNT as _MOVED_COUNT
 from specbranch.models.gpu.layout import SAMPLED_COUNT as _SAMPLED_COUNT
 from specbranch.models.gpu.layout import USED_COUNT as _USED_COUNT
+from specbranch.models.gpu.layout import most_moves
 from specbranch.models.gpu.noise_kernels import noise_keys
 from specbranch.models.gpu.tree_kernels import (
     BACK,
@@ -72,6 +73,7 @@ DECODING, STOPPED, LIMITED, FAILED = (
     tl.constexpr(n)
     for n in (forest_layout.DECODING, forest_layout.STOPPED, forest_layout.LIMITED, forest_layout.FAILED)
 )
+LEAST_MOVES = tl.constexpr(most_moves(1))
 STOP_IDS, PATH_MOVES = tl.constexpr(forest_layout.STOP_IDS), tl.constexpr(forest_layout.PATH_MOVES)
 MOVED_COUNT, DEPTH_COUNT, USED_COUNT, SAMPLED_COUNT = (
     tl.constexpr(n) for n in (_MOVED_COUNT, _DEPTH_COUNT, _USED_COUNT, _SAMPLED_COUNT)
@@ -111,6 +113,9 @@ def place(sessions, places, counts, s, rows, ends, last, depths, wide, PER_GROUP
     of its deepest row below the root. `wide`: rows of the bucket. MOVED: the scalar that counts its moves. Returns the
     rows of all.
     """
+    if MOVED == DRAFT_MOVES:  # a step makes four moves a row; a session beyond that waits for the next one
+        waiting = tl.where(rows > 0, tl.load(sessions + s * SCALARS + MOVED), 0)
+        rows = tl.where(tl.cumsum(waiting, 0) <= tl.maximum(4 * wide, LEAST_MOVES), rows, 0)
     taken = rows > 0
     groups = (rows + PER_GROUP - 1) // PER_GROUP
     pages = tl.where(taken, (ends + PAGE - 1) // PAGE, 0)

@@ -102,7 +102,7 @@ class StepLauncher:
         self.launches += 1
         blocks: list[Tensor] = []
         states: list[Tensor] = []
-        steps = list(split_into_steps(work, self._most_rows(_longest(work))))
+        steps = list(split_into_steps(work, self.most_rows(_longest(work))))
         for number, step in enumerate(steps, 1):
             packed, bucket = pack(step, self.spare, least=self.graphs.step.least)
             sent = self.up({"step": packed, **(arrays if number == len(steps) else {})})
@@ -245,15 +245,18 @@ class StepLauncher:
         with self._moving():
             return self.graphs.run_brought(bucket, 0, count, grows)
 
-    def _most_rows(self, longest: int) -> int:
-        """Return how many rows a step takes: fewer for long sequences, as each row has a partial result per block."""
+    def most_rows(self, longest: int) -> int:
+        """Return how many rows a step takes; `longest`: tokens of the longest sequence.
+
+        Fewer for long sequences, as each row has a partial result per block.
+        """
         arch = self._arch
         most = most_partial_rows(longest, arch.heads, arch.head_dim, self._itemsize)
         return min(self.graphs.step.most_rows, most)
 
     def fits_one_step(self, rows: int, longest: int) -> bool:
         """True if so many rows are one step; `longest`: tokens of the longest sequence."""
-        return 0 < rows <= GROUP_ROWS or GROUP_ROWS < rows <= self._most_rows(longest)
+        return 0 < rows <= GROUP_ROWS or GROUP_ROWS < rows <= self.most_rows(longest)
 
     def is_one_step(self, rows: list[Rows]) -> bool:
         """True if these rows are one step."""

@@ -194,16 +194,19 @@ class GpuRunner(NativeRunner):
         if isinstance(draft, GpuRunner) and draft.device == self.device:
             with self.stream.in_turn():
                 self.early.warm_up_receiver(draft.tree)
+        if self.grows_with(draft):
+            with self.stream.in_turn():
                 self._warm_up_forest(draft)
 
     def launch_receiver(self, draft: object | None) -> None:
         """Launch the kernels that bring a draft's tree to a step, if both are on one device."""
         if isinstance(draft, GpuRunner) and draft.device == self.device:
             self.early.launch_receiver(draft.tree)
-            self._warm_up_forest(draft)
+        self._warm_up_forest(draft)
 
-    def _warm_up_forest(self, draft: GpuRunner | None) -> None:
-        if wants_forests() and self.grows_with(draft):
+    def _warm_up_forest(self, draft: object | None) -> None:
+        if wants_forests() and self.grows_with(draft) and self.device.type == "cuda":
+            assert draft is None or isinstance(draft, GpuRunner)
             config = SpeculativeConfig()
             self._forest_with(draft).warm_up((config.ngram_max, config.ngram_min))
 
@@ -289,6 +292,7 @@ class GpuRunner(NativeRunner):
         return all(
             isinstance(model, GpuRunner)
             and model.device == self.device
+            and model.vocabulary >= self.vocabulary  # a step of the draft computes any token of the text
             and (model.graphs.step.moves or self.device.type == "cpu")
             for model in models
         )

@@ -350,8 +350,8 @@ class TranslatingRunner:
         new = {(parent, token): start + n for n, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
         while at < len(ids) and (node, ids[at]) in new:
             node, at = new[node, ids[at]], at + 1
-        if len(tokens) + len(ids) - at > own.room:
-            return
+        if len(tokens) + len(ids) - at > own.room or len(own.prefix) + len(ids) > self.own.context_length:
+            return  # the draft may need more tokens for a text than the target
         for token in ids[at:]:
             parents.append(node)
             tokens.append(token)
