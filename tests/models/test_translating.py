@@ -248,7 +248,7 @@ def test_a_proposals_law_sums_to_one(folders: dict[str, str]) -> None:
 
 def test_a_full_tail_leaves_nodes_unanswered(folders: dict[str, str]) -> None:
     runner, tokenizer = drafter(folders, "more bytes", "spaces"), load_tokenizer(ModelChoice(folders["more bytes"]))
-    tokens = tuple(tokenizer.encode(SENTENCES[3] * 4, add_special=False))[:45]
+    tokens = tuple(tokenizer.encode(SENTENCES[3] * 4, add_special=False))[:20]
     runner.open(1, GREEDY)
     proposals = runner.propose(
         [Feed(1, tokens, tuple(range(ROOT, len(tokens) - 1)))], [Ask(1, node) for node in range(len(tokens))]
@@ -262,10 +262,10 @@ def test_a_full_tail_leaves_nodes_unanswered(folders: dict[str, str]) -> None:
 def test_a_text_that_exceeds_the_drafts_context_gets_no_proposal(folders: dict[str, str]) -> None:
     """The draft may need several tokens for one of the target's."""
     runner, tokenizer = drafter(folders, "more bytes", "spaces"), load_tokenizer(ModelChoice(folders["more bytes"]))
-    tokens = tuple(tokenizer.encode(SENTENCES[3] * 40, add_special=False))[:200]
+    tokens = tuple(tokenizer.encode(SENTENCES[3] * 8, add_special=False))[:36]
     runner.open(1, GREEDY)
-    for at in range(0, len(tokens), 10):  # the draft reads them as far as they fit
-        runner.extend(1, tokens[at : at + 10])
+    for at in range(0, len(tokens), 4):
+        runner.extend(1, tokens[at : at + 4])
         runner.flush()
         found = runner.propose([Feed(1, tokens[:1], (ROOT,))], [Ask(1, 0)])[0]
         runner.keep(1, (), 0)
