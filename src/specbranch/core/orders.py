@@ -304,7 +304,7 @@ class Span:
     @property
     def work_seconds(self) -> float:
         """How long it took without the way."""
-        return self.seconds - self.link
+        return max(self.seconds - self.link, 0.0)  # the difference of two times is rounded
 
 
 @dataclass(frozen=True, slots=True)
