@@ -165,10 +165,10 @@ class Dial:
         if served.fingerprint == self._target.fingerprint:
             return self._target.size
         link.post(to_bytes(TellTokens()))
-        told = _heard(link, end)
-        if not isinstance(told, Tokens):
-            raise Refused(f"it said {type(told).__name__} instead of its tokens")
-        return self._target.compare(told.size, told.tokens)
+        answer = _heard(link, end)
+        if not isinstance(answer, Tokens):
+            raise Refused(f"it said {type(answer).__name__} instead of its tokens")
+        return self._target.compare(answer.size, answer.tokens)
 
 
 def _heard(link: StreamLink, end: float, keep: bool = False) -> WireMessage:

@@ -321,7 +321,7 @@ class GpuRunner(NativeRunner):
             self.forest.leave()
 
     def drop_steps(self) -> None:
-        """Forget steps that were started ahead, those of the forest aside."""
+        """Forget steps that were started ahead, except those of the forest."""
         self.early.forget()
         self.plain.forget_all()
 
