@@ -7,14 +7,16 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 MEASURED := core exec models text
 
-.PHONY: setup demo test test-all coverage lint benchmarks clean
+.PHONY: setup demo test test-all coverage lint docs benchmarks clean
 
 setup: .venv/.complete
 
-.venv/.complete: pyproject.toml constraints.txt
+PLUGIN := plugins/llm-specbranch
+
+.venv/.complete: pyproject.toml constraints.txt $(PLUGIN)/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ". Try: make setup PYTHON=python3.12") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,serve,tune,transformers,llamacpp,grammar]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all,dev]' --editable $(PLUGIN)
 	touch $@
 
 demo: setup
@@ -39,6 +41,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p specbranch
+	$(BIN)/mypy $(PLUGIN)/llm_specbranch
+
+# The documentation site, in build/site; a link that leads nowhere is an error.
+docs: setup
+	$(BIN)/python scripts/build_docs.py
 
 # The modelled tables of docs/benchmarks.md; SPECBRANCH_DATA names the folder of the public prompts.
 benchmarks: setup
@@ -46,4 +53,4 @@ benchmarks: setup
 	$(BIN)/python scripts/write_benchmarks.py --modelled bench-modelled
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,26 +1,28 @@
 """What plain decoding of a batch reaches, and how much of a round the device idles.
 
 Owns the measurement and its bars; `measure_prefill.py` chooses and prints it. A round's time is the median gap between
-two tokens of a request, prompts left out. The device idles in gaps of more than 5 µs between two kernels of its
-timeline; shorter ones lie between the kernels of one graph, and are printed beside it. Beside a request that needs the
-host in each round, rounds alternate, so there the mean counts.
+two tokens of a request, prompts left out. Beside a request that needs the host in each round, rounds alternate, so
+there the mean counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
 import torch
+from device_idle import idle_share
 from prefill_cases import Figure, Sizes
 from prefill_prompts import short_prompts
 
 from specbranch import SamplingParams
 from specbranch.answer import Answer
 from specbranch.config import SpeculativeConfig
+from specbranch.core.runner import TimesForwards
 from specbranch.engine import LLMView
 from specbranch.lab.bench.recorded_pair import RecordedPair
 from specbranch.lab.bench.results import BASELINE
@@ -28,15 +30,16 @@ from specbranch.lab.bench.under_load import Arrivals
 
 RATE_BARS = {1: 240.0, 4: 940.0, 16: 3600.0, 64: 10_500.0}  # tokens a second at 8B
 IDLE_BAR = 2.0  # per cent of a round
-IN_GRAPH = 5.0  # µs: shorter gaps are those between the kernels of a graph
+STEP_BAR = 0.97  # share of what the bare step without context allows
 SAMPLINGS: dict[str, tuple[dict[str, Any], float]] = {  # parameters, and the least share of the greedy rate
     "temperature 0.8": ({"temperature": 0.8}, 0.98),
     "top-p 0.9": ({"temperature": 0.8, "top_p": 0.9}, 0.95),
     "penalties and log-probabilities": ({"presence_penalty": 0.5, "logprobs": 5}, 0.95),
 }
+DRAFTING = "speculative"
 OTHERS: dict[str, tuple[SpeculativeConfig, dict[str, Any]]] = {  # requests that need the host in each round
     "one under the ratio rule": (SpeculativeConfig(method=BASELINE, rule="ratio"), {"temperature": 0.8}),
-    "one with drafts": (SpeculativeConfig(method="speculative"), {}),
+    "one with drafts": (SpeculativeConfig(method=DRAFTING), {}),
 }
 OTHERS_BAR = 0.97  # the least share of the rate without such a request
 
@@ -51,7 +54,13 @@ def decode_figures(recorded: RecordedPair, sizes: Sizes) -> Iterator[Figure]:
         gaps = _gaps(_Batch(llm, prompts), sizes)
         greedy = median(gaps)
         yield Figure("decode", f"{count} at once", count / greedy, "tokens/s", RATE_BARS[count], at_least=True)
-        idle, short = _idle(_Batch(llm, prompts), sizes) if torch.cuda.is_available() else (None, 0.0)
+        runner = recorded.llm.core.loop.executor.target.runner
+        bare = runner.forward_seconds(count) if isinstance(runner, TimesForwards) else None
+        if bare is not None and count == 1:
+            note = f"its bare step allows {1.0 / bare:.0f} tokens/s"
+            yield Figure("decode", "1 at once, of the bare step", bare / greedy, "", STEP_BAR, at_least=True, note=note)
+        work = partial(_answered, _Batch(llm, prompts), sizes.tokens)
+        idle, short = idle_share(work) if torch.cuda.is_available() else (None, 0.0)
         note = "" if idle is None else f"a round takes {1000 * greedy:.2f} ms; {short:.1f} % in gaps within a graph"
         yield Figure("decode", f"{count} at once, the device idles", idle, "%", IDLE_BAR, note=note)
         if count == batches[-1]:
@@ -59,6 +68,8 @@ def decode_figures(recorded: RecordedPair, sizes: Sizes) -> Iterator[Figure]:
                 share = greedy / median(_gaps(_Batch(llm, prompts, params), sizes))
                 yield Figure("decode", f"{count} at once, {name}", share, "of greedy", bar, at_least=True)
             for name, (config, params) in OTHERS.items() if count > 1 else ():
+                if config.method == DRAFTING and recorded.models[1] is None:
+                    continue
                 other = recorded.llm.using(speculative=config)
                 share = fmean(gaps) / fmean(_gaps(_Batch(llm, prompts, {}, other, params), sizes))
                 yield Figure("decode", f"{count} at once, {name}", share, "of all plain", OTHERS_BAR, at_least=True)
@@ -104,24 +115,6 @@ def _gaps(batch: _Batch, sizes: Sizes) -> list[float]:
                 if last_start <= earlier and later <= first_end
             ]
     return gaps
-
-
-def _idle(batch: _Batch, sizes: Sizes) -> tuple[float, float]:
-    """Return the per cent of time between kernels while all prompts decode: in long gaps, and in short ones."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-        _answered(batch, sizes.tokens)
-        torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profiled.events() if e.device_type == on_device)
-    first, last = spans[0][0], max(end for _, end in spans)
-    begin, stop = first + 0.4 * (last - first), first + 0.9 * (last - first)  # prompts are behind, no answer has ended
-    until, long, short = begin, 0.0, 0.0
-    for start, end in spans:
-        if start > until and begin <= start <= stop:
-            gap = start - until
-            long, short = (long + gap, short) if gap > IN_GRAPH else (long, short + gap)
-        until = max(until, end)
-    return 100.0 * long / (stop - begin), 100.0 * short / (stop - begin)
 
 
 def _answered(batch: _Batch, tokens: int) -> list[Arrivals]:

@@ -18,7 +18,9 @@ from playwright.sync_api import sync_playwright
 DOCS = Path(__file__).parents[1] / "docs"
 DESK, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 CLOCK = "c10"
-CHECKING, FLYING = 60, 112  # moments of the recording, of 1000: while the target checks, and just after its verdict
+CHECKING = 60  # a moment of the recording, of 1000, while the target checks
+VERDICT = 2  # the round whose verdict is shown
+KEPT = "kept 3"  # what the shown round of the live answer came to
 WAIT = 120_000  # milliseconds
 
 
@@ -28,17 +30,19 @@ def main() -> None:
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name, shape, scheme, moment in (
-            ("watch", DESK, "light", CHECKING),
-            ("watch-dark", DESK, "dark", FLYING),
-            ("phone", PHONE, "light", CHECKING),
+            ("watch", DESK, "light", None),
+            ("watch-dark", DESK, "dark", CHECKING),
+            ("phone", PHONE, "light", None),
         ):
             page = opened(browser, url, shape, scheme)
-            page.locator("#moment").fill(str(moment))
+            page.locator("#moment").fill(str(moment or 0))
+            for _ in range(0 if moment else VERDICT):
+                page.click("#step")
             page.evaluate("() => { document.activeElement.blur(); scrollTo({ top: 0, behavior: 'instant' }); }")
             page.wait_for_timeout(1000)
             page.screenshot(path=DOCS / f"page-{name}.png")
             page.close()
-        page = opened(browser, url, {**DESK, "height": 1230}, "light")
+        page = opened(browser, url, {**DESK, "height": 960}, "light")
         chat(page)
         page.close()
         page = opened(browser, url, {**DESK, "height": 1020}, "dark")
@@ -57,13 +61,15 @@ def opened(browser: Any, url: str, shape: dict[str, int], scheme: str) -> Any:
 
 
 def chat(page: Any) -> None:
-    """A question, its answer on a modelled clock, and the story of a word."""
+    """A question, answered on a modelled clock and shown round by round."""
+    page.wait_for_function("() => document.getElementById('start-why').textContent.includes('plain decoding')")
     page.select_option("#chat-clock", CLOCK)
     page.fill("#question", "How does a rainbow form?")
     page.press("#question", "Enter")
     page.wait_for_selector(".answer[data-done]")
-    words = page.locator(".answer .tok.branch b:not(:empty)")
-    words.nth(words.count() // 2).click()
+    page.click("#live-first")
+    while KEPT not in page.inner_text("#live-state"):
+        page.click("#live-step")
     page.mouse.move(0, 0)
     page.evaluate("() => scrollTo({ top: document.getElementById('chat').offsetTop, behavior: 'instant' })")
     page.wait_for_timeout(500)

@@ -9,7 +9,17 @@ from xml.etree import ElementTree
 import pytest
 
 from specbranch import charts
-from specbranch.charts import BarSeries, ChartLine, LegendKey, bar_chart, legend, line_chart, number_text, round_ticks
+from specbranch.charts import (
+    BarSeries,
+    ChartLine,
+    LegendKey,
+    bar_chart,
+    legend,
+    line_chart,
+    number_text,
+    ratio_ticks,
+    round_ticks,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -44,6 +54,15 @@ def test_ticks_of_whole_numbers_are_whole() -> None:
     assert round_ticks(1, 3, whole=True) == [1, 2, 3]
     chart = line_chart("t", [ChartLine("a", [(g, 100.0 * g) for g in range(1, 16)])])
     assert "2.5" not in words(chart)
+
+
+def test_equal_ratios_are_equally_wide() -> None:
+    assert ratio_ticks(0.1, 12) == [0.1, 0.2, 0.5, 1, 2, 5, 10, 20]
+    assert ratio_ticks(3, 3) == [2, 5] and ratio_ticks(1, 1) == [1, 2]
+    chart = line_chart("t", [ChartLine("a", [(1, 1.0), (10, 2.0), (100, 3.0)])], x_ratio=True)
+    drawn = [line for line in parsed(chart).iter(f"{SVG}polyline") if len((line.get("points") or "").split()) == 3]
+    near, middle, far = (float(point.split(",")[0]) for point in (drawn[-1].get("points") or "").split())
+    assert middle - near == pytest.approx(far - middle, abs=0.2) and middle > near
 
 
 def test_names_are_escaped() -> None:

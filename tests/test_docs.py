@@ -21,14 +21,16 @@ CONSTANT_ROW = re.compile(r"^\| `(\w+)` \| `([A-Z_]+)` \| `(.+?)` \|", re.MULTIL
 # modules of core/ whose constants are in a table
 PLANNING = (
     *("way_choice", "planner", "draft_gain", "learning", "drift"),
-    *("goodput", "round_clock", "costs", "experience", "market", "rehearsal"),
+    *("goodput", "round_clock", "costs", "cost_curves", "experience", "market", "rehearsal"),
+    "forest_plan",
 )
 PAGES = ("design", "planner", "gpu", "cpu", "lab")  # they name files
 
 
 def documents() -> list[str]:
     """The project's markdown, without what builds and environments hold."""
-    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("drafts/*/*.md"), *ROOT.glob("src/**/*.md")]
+    places = ("*.md", "docs/*.md", "drafts/*/*.md", "src/**/*.md", "examples/*.md", "plugins/*/*.md")
+    found = [path for place in places for path in ROOT.glob(place)]
     return sorted({str(path.relative_to(ROOT)) for path in found} - {*FREE})
 
 

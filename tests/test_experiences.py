@@ -17,7 +17,8 @@ from filelock import FileLock
 
 from specbranch import LLM, SamplingParams
 from specbranch.config import SpeculativeConfig
-from specbranch.core.costs import MeasuredCosts, Recent
+from specbranch.core.cost_curves import Recent
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.draft_evaluation import ClassCounts, DraftEvaluation
 from specbranch.core.experience import EVALUATED_CLASS, MOST_SHIFT, Insight
 from specbranch.core.trees import CLASSES

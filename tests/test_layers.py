@@ -35,14 +35,17 @@ LAYERS = (
     {"engine_thread"},
     {"async_engine"},
     {"serve"},
+    {"cluster"},
     {"training.distill"},
     {"training.hrad"},
+    {"training.export"},
     {"training.making"},
-    {"lab.recheck", "lab.suites", "lab.traces", "lab.toys"},
+    {"lab.processes", "lab.recheck", "lab.suites", "lab.traces", "lab.toys"},
     {"lab.study", "lab.replay"},
     {"lab.measure"},
     {"lab.inflation", "lab.doctor"},
     {"lab.bench", "lab.regret"},
+    {"lab.scale"},
     {"cli"},
 )
 BUILDINGS = ("training", "lab")  # the engine imports neither
@@ -213,9 +216,15 @@ def test_extras_are_imported_only_where_they_are_used() -> None:
 def test_what_a_server_needs_is_imported_by_the_server_alone() -> None:
     needed = {"fastapi", "uvicorn", "starlette", "pydantic"}
     found = [one for path in files() for one in imports(path) if one.module.split(".")[0] in needed]
-    assert found and all(one.file.startswith("serve/") for one in found)
-    others = [one for path in files() if layer(path) != "serve" for one in imports(path)]
-    assert not [one for one in others if own(one.module) == "serve" and one.at_once]
+    servers = {"serve", "cluster"}  # a cluster's front is a server, too
+    assert found and {one.file.partition("/")[0] for one in found} == servers
+    others = [one for path in files() if layer(path) not in servers for one in imports(path)]
+    assert not [one for one in others if own(one.module) in servers and one.at_once]
+
+
+def test_ray_is_imported_by_the_cluster_alone() -> None:
+    found = {one.file for path in files() for one in imports(path) if one.module.split(".")[0] == "ray"}
+    assert found and all(file.startswith("cluster/") for file in found)
 
 
 def test_the_package_itself_imports_only_its_words_at_once() -> None:

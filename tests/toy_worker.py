@@ -47,7 +47,7 @@ def serving_draft(
     """Serve a draft in a thread; gives the port. Whatever ends the worker early is raised at the end."""
     listener = bound(LinkAddress("127.0.0.1", port))
     number: int = listener.getsockname()[1]
-    server = DraftServer(draft.drafter, draft.served, draft.tokens, listener, key, context)
+    server = DraftServer(draft.drafter, draft.served, draft.tokens, listener, key, context, draft.evaluation)
     failed: list[BaseException] = []
 
     def run() -> None:

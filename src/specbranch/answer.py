@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token of an answer: the text it made final, where it came from, and its log-probability if requested."""
+    """One token of an answer.
+
+    Attributes:
+        text: the text that it made final. It may be empty: a character can take several tokens.
+        origin: where it came from: "target", "draft" or "branch".
+        token: its id.
+        logprobs: its log-probability and those of the most likely tokens, if requested.
+    """
 
     text: str
     origin: Origin
@@ -34,7 +41,24 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One finished answer: its text and tokens, how it was made, and its statistics."""
+    """One finished answer: its text and tokens, how it was made, and its statistics.
+
+    Attributes:
+        text: the text, up to a stop string.
+        token_ids: the tokens.
+        finish_reason: why it ended: "stop", "length" or "error".
+        method: the name of the method that decoded it.
+        stats: the statistics: times, forwards, drafted and accepted tokens, rollback and more.
+        prompt_token_ids: the prompt's tokens.
+        params: how it was sampled.
+        seed: the seed that was used. A request without one got it at random.
+        rule: the acceptance rule, "match" or "ratio".
+        pieces: the tokens with their texts and origins.
+        logprobs: log-probabilities of each token. None: not requested.
+        sample: its number among the n samples of the prompt, from 0.
+        alternatives: the other samples if n is above 1.
+        error: what ended the request before it was finished. None: nothing did.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -48,8 +72,8 @@ class Output:
     pieces: tuple[Piece, ...] = field(default=(), repr=False)
     logprobs: tuple[TokenLogprobs, ...] | None = field(default=None, repr=False)
     sample: int = 0
-    alternatives: tuple[Output, ...] = field(default=(), repr=False)  # the other samples if n > 1
-    error: Exception | None = None  # what ended the request before it was finished
+    alternatives: tuple[Output, ...] = field(default=(), repr=False)
+    error: Exception | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `--json` prints and `verify` reads."""
@@ -83,11 +107,16 @@ class Chunk:
 
     An answer that ends without a new token, by its deadline say, may still have text that was held back. The last chunk
     has it as `rest`. In the output it belongs to the last piece.
+
+    Attributes:
+        pieces: the new tokens.
+        output: the whole answer, in the last chunk alone.
+        rest: text of tokens that an earlier chunk had.
     """
 
     pieces: tuple[Piece, ...]
     output: Output | None = None
-    rest: str = ""  # text of tokens that an earlier chunk had
+    rest: str = ""
 
     @property
     def text(self) -> str:

@@ -18,14 +18,16 @@ from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import DeviceMap, ExecutorName, LoadOptions, RunnerName, WeightsName, check_loading
+from specbranch.core.draft_evaluation import NOT_EVALUATED, DraftEvaluation
 from specbranch.core.loop import Executor
 from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
 from specbranch.core.warm_up import ForwardSizes, warming
 from specbranch.errors import BadParameter, ModelError, UnsupportedArchitecture, unknown
-from specbranch.exec.address import LinkAddress, is_link
+from specbranch.exec.address import is_link
 from specbranch.exec.dialling import Dial, TargetVocabulary
 from specbranch.exec.drafter import Drafter
+from specbranch.exec.finding import Finder, finder_of
 from specbranch.exec.messages import Recipe, Served
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
@@ -34,7 +36,6 @@ from specbranch.exec.verifier import Verifier
 from specbranch.pairs import draft_path
 
 if TYPE_CHECKING:
-    from specbranch.core.draft_evaluation import DraftEvaluation
     from specbranch.models.files.fetch import Progress
     from specbranch.models.runners.torch_runner import TorchRunner
     from specbranch.models.runners.translating import TranslatingRunner
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("specbranch")
 
 EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
+TOKENIZERS = "tokenizers"  # in the cache folder: the converted ones
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -154,7 +156,7 @@ def assemble(
     if executor == "streams" and torch_device(target) == "cpu":
         raise _needs_gpu_target("on the CPU")
     if draft is not None and is_link(draft.name):
-        return _linked(target, LinkAddress.parse(draft.name))
+        return _linked(target, finder_of(draft.name))
     draft = draft and fitted_to_target(draft, target.name)
     if draft is not None and executor == "process":
         target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
@@ -169,14 +171,14 @@ def assemble(
     return Parts(tokenizer, verifier, made, *described, captures)
 
 
-def _linked(target: ModelChoice, address: LinkAddress) -> Parts:
-    """Load the target, and reach the draft worker at an address. On one machine both share the threads."""
-    if address.is_local:
+def _linked(target: ModelChoice, where: Finder) -> Parts:
+    """Load the target, and reach a draft worker. On one machine both share the threads."""
+    if where.is_local:
         target = replace(target, threads=target.threads or half_the_threads())
     tokenizer = load_tokenizer(target)
-    Dial(address, target_vocabulary(tokenizer, tokenizer.vocabulary_size)).check()  # before a large target is loaded
+    Dial(where, target_vocabulary(tokenizer, tokenizer.vocabulary_size)).check()  # before a large target is loaded
     verifier = make_verifier(target)
-    made = Process(verifier, Dial(address, target_vocabulary(tokenizer, verifier.runner.vocabulary)))
+    made = Process(verifier, Dial(where, target_vocabulary(tokenizer, verifier.runner.vocabulary)))
     return Parts(tokenizer, verifier, made, *_described(verifier.runner), torch_device(target) == "cuda")
 
 
@@ -230,13 +232,15 @@ def _translation(target: Tokenizer, draft: Tokenizer, size: int | None) -> Trans
     return Translation(target, draft, size)
 
 
-def draft_evaluation(draft: ModelChoice | None) -> DraftEvaluation | None:
-    """Return the evaluation that a draft's folder carries; None if there is none. A damaged one is ignored with a
-    warning."""
+def draft_evaluation(draft: ModelChoice | None, executor: Executor | None = None) -> DraftEvaluation | None:
+    """Return the evaluation that a draft's folder carries, or its worker on a network has sent to the `executor`; None
+    if there is none. A damaged one is ignored with a warning."""
     from specbranch.models.drafts.evaluation_file import read_evaluation
 
     try:
-        return None if draft is None or is_link(draft.name) else read_evaluation(draft_path(draft.name))
+        if draft is not None and is_link(draft.name):
+            return executor.evaluation if isinstance(executor, Process) else None
+        return None if draft is None else read_evaluation(draft_path(draft.name))
     except ModelError as error:
         log.warning("%s Until it is measured again, the planner starts with built-in figures.", error)
         return None
@@ -325,13 +329,26 @@ def draft_cache_dtype(cache_dtype: str | None, device: str | None) -> str | None
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:
     """Load a model's tokenizer."""
+    return _tokenizer(*_tokenizer_file(choice))
+
+
+def tokenizer_folder(choice: ModelChoice) -> Path:
+    """Return the folder with a model's tokenizer.json: the model's own, or the one it was converted into."""
+    from specbranch.models.files.store import cache_folder
+    from specbranch.text.conversion import TOKENIZER
+
+    path, key = _tokenizer_file(choice)
+    load_tokenizer(choice)  # converts it if that has not been done
+    return path if (path / TOKENIZER).is_file() else cache_folder() / TOKENIZERS / key
+
+
+def _tokenizer_file(choice: ModelChoice) -> tuple[Path, str]:
+    """Return where a model's tokenizer is, and the name of its conversion, which changes with its files."""
     from specbranch.models.files.locate import locate, stored_base
     from specbranch.text.conversion import file_key, folder_key
 
     found = stored_base(locate(fetched(choice)))
-    if found.kind == "gguf":
-        return _tokenizer(found.path, file_key(found.path))
-    return _tokenizer(found.path, folder_key(found.path))
+    return found.path, (file_key if found.kind == "gguf" else folder_key)(found.path)
 
 
 @lru_cache(maxsize=2)  # those of one pair
@@ -341,7 +358,7 @@ def _tokenizer(path: Path, key: str) -> Tokenizer:
     from specbranch.text.tokenizer import Tokenizer
 
     load = Tokenizer.from_folder if path.is_dir() else Tokenizer.from_gguf
-    return load(path, cache_folder() / "tokenizers")
+    return load(path, cache_folder() / TOKENIZERS)
 
 
 def make_drafter(choice: ModelChoice, vocabulary: int, target_runner: Runner | None = None) -> Drafter:
@@ -387,6 +404,7 @@ class ServedDraft:
     drafter: Drafter
     served: Served
     tokens: Mapping[int, str]
+    evaluation: DraftEvaluation = NOT_EVALUATED
 
 
 def make_served_draft(
@@ -409,7 +427,7 @@ def make_served_draft(
             runner.warm_up(warm_up)
     device = _device_name(choice.device)
     served = Served(Path(choice.name).name, identity(choice.name), device, tokenizer.fingerprint, size)
-    return ServedDraft(drafter, served, tokenizer.vocabulary())
+    return ServedDraft(drafter, served, tokenizer.vocabulary(), draft_evaluation(choice) or NOT_EVALUATED)
 
 
 def make_verifier(choice: ModelChoice) -> Verifier:

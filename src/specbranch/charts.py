@@ -69,10 +69,27 @@ class Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
+class RatioScale(Scale):
+    """From values above 0 to pixels: equal ratios are equally wide."""
+
+    __slots__ = ()
+
+    def at(self, value: float) -> float:
+        """Return the pixel of a value."""
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.end - self.start)
+
+
 def line_chart(
-    title: str, lines: Sequence[ChartLine], x_label: str = "", y_label: str = "", *, y_from_zero: bool = False
+    title: str,
+    lines: Sequence[ChartLine],
+    x_label: str = "",
+    y_label: str = "",
+    *,
+    y_from_zero: bool = False,
+    x_ratio: bool = False,
 ) -> str:
-    """Draw lines and clouds of points over a common axis."""
+    """Draw lines and clouds of points over a common axis; `x_ratio`: equal ratios of x are equally wide."""
     points = [(x, y) for a_line in lines for x, y in _finite(a_line.points)]
     if not points:
         return _empty(title)
@@ -80,9 +97,11 @@ def line_chart(
     keys = [_key(a_line, hue) for a_line, hue in zip(lines, hues, strict=True)]
     top = CHART_TOP + _legend_height(keys)
     x_values = [x for x, _ in points]
-    x_ticks = round_ticks(*_ends(x_values), whole=all(x == math.floor(x) for x in x_values))
+    whole = all(x == math.floor(x) for x in x_values)
+    x_ticks = ratio_ticks(*_ends(x_values)) if x_ratio else round_ticks(*_ends(x_values), whole=whole)
     y_ticks = round_ticks(*_ends((y for _, y in points), y_from_zero))
-    across, up = Scale(x_ticks[0], x_ticks[-1], CHART_LEFT, CHART_WIDTH - CHART_RIGHT), _upwards(y_ticks, top)
+    scale = RatioScale if x_ratio else Scale
+    across, up = scale(x_ticks[0], x_ticks[-1], CHART_LEFT, CHART_WIDTH - CHART_RIGHT), _upwards(y_ticks, top)
     body = _grid(y_ticks, up) + _x_ticks(x_ticks, across, top)
     drawn = "".join(_line(a_line, hue, across, up) for a_line, hue in zip(lines, hues, strict=True))
     return _framed(title, keys, body + _labels(x_label, y_label, top) + drawn, top + CHART_HEIGHT)
@@ -121,6 +140,15 @@ def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False)
     step = next(step for step in steps if step >= least and (not whole or step == math.floor(step)))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def ratio_ticks(low: float, high: float) -> list[float]:
+    """Return rising numbers that enclose a range above 0: 1, 2 and 5 times powers of ten."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = [round(digit * 10.0**power, 12) for power in range(first - 1, last + 1) for digit in (1, 2, 5)]
+    below = max((step for step in steps if step <= low * (1 + 1e-9)), default=steps[0])
+    above = next((step for step in steps if step >= high * (1 - 1e-9) and step > below), steps[-1])
+    return [step for step in steps if below <= step <= above]
 
 
 def number_text(value: float) -> str:

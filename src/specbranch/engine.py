@@ -159,12 +159,21 @@ class LLMView:
         each = (core.make_samples(core.encode(prompt), sampling, self.decoding, predicted) for prompt in prompts)
         return self._run_all([answer for answers in each for answer in answers], sampling.n)
 
-    def chat(self, messages: Sequence[Message], params: Params = None, *, prediction: Expected = None) -> Output:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: Params = None,
+        *,
+        prediction: Expected = None,
+        continue_final_message: bool = False,
+    ) -> Output:
         """Answer a conversation, `[{"role": "user", "content": "…"}, …]`, written by the model's chat template.
 
-        `prediction` as in `generate`.
+        `prediction` as in `generate`. With `continue_final_message` the last message, of the role assistant, is
+        continued; the output has only the new text.
         """
-        return self._generate_one(self.tokenizer.chat(messages), params, prediction)
+        prompt = self.tokenizer.chat(messages, continue_final_message=continue_final_message)
+        return self._generate_one(prompt, params, prediction)
 
     def stream(
         self,
@@ -183,10 +192,16 @@ class LLMView:
         return self._stream(self.core.encode(prompt), params, on_round, prediction)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: Params = None, *, prediction: Expected = None
+        self,
+        messages: Sequence[Message],
+        params: Params = None,
+        *,
+        prediction: Expected = None,
+        continue_final_message: bool = False,
     ) -> Iterator[Chunk]:
         """Answer a conversation as `chat` does; yield its text as `stream` does."""
-        return self._stream(self.tokenizer.chat(messages), params, prediction=prediction)
+        prompt = self.tokenizer.chat(messages, continue_final_message=continue_final_message)
+        return self._stream(prompt, params, prediction=prediction)
 
     def score(self, prompt: PromptLike, top: int = 0) -> tuple[TokenLogprobs, ...]:
         """Return the target's log-probability of each token of a text but the first.
@@ -271,7 +286,8 @@ class LLM(LLMView):
 
         Args:
             target: a known name, a folder, a GGUF file or a Hub id. Default: the target of the default pair.
-            draft: the same for the draft, or tcp://HOST:PORT of a draft worker. Default: no draft if a target is named.
+            draft: the same for the draft, or where a draft worker is: tcp://HOST:PORT, or ray://NAME. Default: no draft
+                if a target is named.
             method: the decoding method. Default: "specbranch" with a draft, "auto" without one.
             pair: the name of a target with its draft, instead of both. Default: "smollm2-default".
             speculative: settings of the method, a `SpeculativeConfig` or a mapping with its names. False is plain
@@ -305,7 +321,7 @@ class LLM(LLMView):
         predictor = EnginePredictor(load_options.predictor, self.target, draft_name, parts.verifier)
         max_batch = _batch_limit(load_options.max_batch, parts.verifier.runner)
         models = LoadedModels(parts, draft_choice is not None, predictor, warmed_sessions=max_batch if full else 0)
-        experiences = Experiences(costs, models.has_draft, file, draft_evaluation(draft_choice))
+        experiences = Experiences(costs, models.has_draft, file, draft_evaluation(draft_choice, parts.executor))
         core = _core(models, experiences, load_options.max_num_batched_tokens)
         super().__init__(core, core.decoding(config, warm_up=True), max_batch)
         count_late_from_now(models.runners)  # a kernel that the draft's load compiled counted for the target

@@ -30,6 +30,7 @@ from specbranch.decoding import Decoding
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.forward_sizes import draft_sizes, target_sizes
+from specbranch.exec.process import Process
 from specbranch.exec.verifier import Verifier
 from specbranch.experiences import Experiences
 from specbranch.grammar.compiler import Grammars
@@ -91,6 +92,18 @@ class EngineCore:
     def verifier(self) -> Verifier:
         """The target's worker."""
         return self.models.parts.verifier
+
+    @property
+    def tends_draft(self) -> bool:
+        """True if the draft is a worker on a network: it may be lost and come back also while nobody decodes."""
+        executor = self.loop.executor
+        return isinstance(executor, Process) and executor.tends_draft
+
+    def tend_draft(self) -> None:
+        """Notice that such a worker is lost, and reach it again; for pauses between rounds."""
+        executor = self.loop.executor
+        if isinstance(executor, Process):
+            executor.tend()
 
     @property
     def context_length(self) -> int:

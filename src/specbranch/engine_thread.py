@@ -24,6 +24,7 @@ from specbranch.submission import Listener, Submission, Wish, call_listeners
 
 log = logging.getLogger("specbranch")
 
+TEND_SECONDS = 1.0  # seconds between two looks at a draft worker on a network while there are no rounds
 COUNT_SECONDS = 0.02  # seconds between two snapshots while no request ends
 CHUNKS_ALONE = 8  # prefill chunks of a round in which nobody decodes; a new request, or a cancel, waits no longer
 
@@ -110,7 +111,11 @@ class EngineThread:
 
     def _turn(self) -> bool:
         """Run the tasks of the inbox, then one round. Return False if the thread is to end."""
-        for task in self._wait():
+        tasks = self._wait()
+        if tasks is None:
+            _run_guarded(self._llm.core.tend_draft)
+            return True
+        for task in tasks:
             _run_guarded(task)
         if self._inbox.closing:
             for submission in list(self._open):
@@ -126,14 +131,18 @@ class EngineThread:
         self._deliver()
         return True
 
-    def _wait(self) -> list[Callable[[], None]]:
-        """Wait until there is work; return the tasks of the inbox."""
-        inbox = self._inbox
+    def _wait(self) -> list[Callable[[], None]] | None:
+        """Wait until there is work; return the tasks of the inbox. None: it is time to look after the draft."""
+        inbox, tends = self._inbox, self._llm.core.tends_draft
         with inbox.changed:
             while not (inbox.tasks or inbox.closing or self._scheduler.busy):
                 left = self._scheduler.seconds_left
                 if left is not None and left <= 0.0:
                     break
+                if tends and (left is None or left > TEND_SECONDS):
+                    if not inbox.changed.wait(TEND_SECONDS):
+                        return None
+                    continue
                 inbox.changed.wait(None if left is None else min(left, TIMEOUT_MAX))
             tasks, inbox.tasks = inbox.tasks, []
         return tasks

@@ -25,7 +25,8 @@ from typing import Any, TypeGuard, get_args
 from filelock import FileLock, Timeout
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.costs import TIMES_KEPT, Costs, Curve, MeasuredCosts, Recent, RunKind
+from specbranch.core.cost_curves import TIMES_KEPT, Curve, Recent
+from specbranch.core.costs import Costs, MeasuredCosts, RunKind
 from specbranch.core.draft_evaluation import DraftEvaluation
 from specbranch.core.experience import EVALUATED_CLASS, MOST_SHIFT, Experience, Insight, News, Tally
 from specbranch.files import replacing

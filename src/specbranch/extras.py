@@ -19,11 +19,20 @@ class Extra:
     package: str
     name: str
     purpose: str
+    imported_as: str | None = None  # if that is not the name of the package
 
     @property
     def is_installed(self) -> bool:
         """True if it can be imported."""
-        return find_spec(self.package) is not None
+        try:
+            return find_spec(self.module) is not None
+        except ModuleNotFoundError:  # nor is what it is a part of
+            return False
+
+    @property
+    def module(self) -> str:
+        """What is imported of it."""
+        return self.imported_as or self.package
 
     @property
     def command(self) -> str:
@@ -44,4 +53,7 @@ FASTAPI = Extra("fastapi", "serve", "Serving")
 UVICORN = Extra("uvicorn", "serve", "Serving")
 XLLAMACPP = Extra("xllamacpp", "llamacpp", "Running llama.cpp beside our methods")
 LLGUIDANCE = Extra("llguidance", "grammar", "An answer that follows a schema or a grammar")
-EXTRAS = (OPTUNA, ACCELERATE, FASTAPI, UVICORN, XLLAMACPP, LLGUIDANCE)
+RAY = Extra("ray", "ray", "Serving by several replicas")
+OTLP = "opentelemetry.exporter.otlp.proto.http"
+OTEL = Extra("opentelemetry-exporter-otlp-proto-http", "otel", "Sending traces", OTLP)
+EXTRAS = (OPTUNA, ACCELERATE, FASTAPI, UVICORN, XLLAMACPP, LLGUIDANCE, RAY, OTEL)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,3 +53,15 @@ def spoken(path: Path, advice: str) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "The disk is full" if full else f"Cannot write ({error.strerror or error})"
         raise BadParameter(f"{what}: {path}. {advice}") from None
+
+
+@contextmanager
+def making_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder; at the end it becomes `path`, which must not exist, unless something was raised."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.mkdir(parents=True)
+        yield part
+        part.rename(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 from in_process import Command
@@ -70,6 +71,10 @@ def test_an_interrupt_ends_all_processes(after: float) -> None:
     words = [sys.executable, "-m", "specbranch", "bench", "regret", "--cases", "200", "--jobs", "2"]
     running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     time.sleep(after)
-    os.killpg(running.pid, signal.SIGINT)
-    _, said = running.communicate(timeout=30)  # ends once every process has closed its end of the pipes
+    try:
+        os.killpg(running.pid, signal.SIGINT)
+        _, said = running.communicate(timeout=30)  # ends once every process has closed its end of the pipes
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130 and said.strip() == "Interrupted."

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +17,17 @@ import pytest
 from in_process import Command
 
 from small_tokenizers import byte_fallback, save
-from specbranch import LLM, SamplingParams
+from specbranch import LLM, AsyncLLM, SamplingParams, engine_thread
 from specbranch.assembly import ModelChoice, experience_key, make_served_draft
 from specbranch.errors import ModelError
+from specbranch.exec import process
 from specbranch.exec.address import KEY_VARIABLE
 from specbranch.exec.process import Process
 from specbranch.models.runners.translating import TranslatingRunner
 from tiny_pair import make_pair
 from toy_worker import free_port, serving_draft
 
+HANG = 60.0  # seconds: a guard against hangs
 PROMPT = "def add(a, b):\n"
 
 
@@ -40,6 +43,7 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--listen", "0.0.0.0:0"), "is not this machine alone, so a link needs a secret. Set SPECBRANCH_LINK_KEY"),
         (("--tls-key", "key.pem"), "--tls-key is the private key of a certificate; give that, too"),
         (("--tls-cert", "none.pem"), "The certificate in none.pem cannot be used"),
+        (("--on-ray", "1"), "On Ray, workers choose their addresses. Leave --listen"),
         (("--target", "smollm2-135m"), "A target alone was given; name the draft to serve"),
     ],
 )
@@ -83,6 +87,31 @@ def test_an_engine_with_a_worker_writes_the_same_and_knows_the_draft(pair: tuple
             assert key["draft"] == parts.executor.served.identity
 
 
+def test_an_idle_engine_notices_that_its_worker_is_gone_and_back(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "TEND_SECONDS", 0.02)
+    monkeypatch.setattr(process, "LONGEST_RESTART_WAIT", 0.05)
+    served, port = make_served_draft(ModelChoice(pair[1], device="cpu", shorten=True), pair[0]), free_port()
+
+    def is_idle_until(state: str) -> None:
+        end = time.monotonic() + HANG
+        while engine.draft_state != state:
+            assert time.monotonic() < end, f"it stays {engine.draft_state}"
+            time.sleep(0.01)
+
+    with serving_draft(served, port):
+        llm = LLM(pair[0], draft=f"tcp://127.0.0.1:{port}", device="cpu", options={"keep_experience": False})
+        engine = AsyncLLM(llm)
+        is_idle_until("ready")
+    try:
+        is_idle_until("lost")
+        with serving_draft(served, port):
+            is_idle_until("ready")
+    finally:
+        engine.shut_down()
+
+
 def test_a_worker_with_another_vocabulary_is_refused_with_the_tokens_that_differ(
     pair: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -106,27 +135,27 @@ def test_a_worker_translates_for_no_target(pair: tuple[str, str]) -> None:
 def worker(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A worker as a user starts it, and its address."""
     command = [sys.executable, "-m", "specbranch", "draft-worker", "--listen", "127.0.0.1:0", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
-    assert process.stdout
-    line = process.stdout.readline()
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert started.stdout
+    line = started.stdout.readline()
     try:
-        yield process, line.rsplit("--draft ", 1)[1].strip().rstrip(".")
+        yield started, line.rsplit("--draft ", 1)[1].strip().rstrip(".")
     finally:
-        process.kill()
-        process.communicate()
+        started.kill()
+        started.communicate()
 
 
 @pytest.mark.slow
 def test_a_worker_serves_commands_until_it_is_interrupted(pair: tuple[str, str], command: Command) -> None:
     asked = ("--target", pair[0], "--device", "cpu", "--max-tokens", "16", "--ignore-eos", "--json", PROMPT)
-    with worker("--draft", pair[1], "--target", pair[0], "--draft-device", "cpu") as (process, address):
+    with worker("--draft", pair[1], "--target", pair[0], "--draft-device", "cpu") as (started, address):
         linked = command("generate", "--draft", address, "--method", "pearl", *asked).answers()[0]
         plain = command("generate", "--method", "autoregressive", *asked).answers()[0]
         assert linked["token_ids"] == plain["token_ids"] and linked["stats"]["drafted"] > 0
         looked = command("doctor", "--target", pair[0], "--device", "cpu", "--draft", address, "--json")
         findings = [one for one in json.loads(looked.out)["findings"] if one["about"] == "Link"]
         assert looked.code == 0 and "serves" in findings[0]["said"] and "a round trip takes" in findings[1]["said"]
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30.0)
-        assert process.returncode == 0 and "Stopped; targets go on without this draft." in said
+        started.send_signal(signal.SIGINT)
+        _, said = started.communicate(timeout=30.0)
+        assert started.returncode == 0 and "Stopped; targets go on without this draft." in said
         assert "has joined" in said and "Traceback" not in said

@@ -11,7 +11,8 @@ import pytest
 from specbranch.clock.profile import CostProfile
 from specbranch.config import SpeculativeConfig
 from specbranch.core.arms import ArmRound
-from specbranch.core.costs import PLANNING_SECONDS, TIMES_KEPT, Curve, MeasuredCosts, Recent, RunKind
+from specbranch.core.cost_curves import TIMES_KEPT, Curve, Recent
+from specbranch.core.costs import PLANNING_SECONDS, MeasuredCosts, RunKind
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS

@@ -28,19 +28,19 @@ from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, 
 from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
 from specbranch.core.rounds import MethodRounds
-from specbranch.core.runner import Done, Feed
+from specbranch.core.runner import Feed
 from specbranch.core.scheduler import Scheduler
 from specbranch.core.session import Session
 from specbranch.core.trees import Tree
 from specbranch.errors import DeadlinePassed
 from specbranch.exec import link, process
 from specbranch.exec.child_speed import ChildLimits
+from specbranch.exec.draft_steps import ALONE, Drafting, Ends
 from specbranch.exec.drafter import Announce, Drafter
 from specbranch.exec.messages import Recipe
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
-from specbranch.exec.worker import never
 from specbranch.lab.toys.toys import Logits
 from tiers import tiered
 from toybench import (
@@ -138,10 +138,10 @@ class Liar(Drafter):
         super().__init__(SlowRunner(law(DRIFT)))
         self.lie, self.left = (LIES | HANGS)[how], at
 
-    def draft(
-        self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None
-    ) -> dict[int, Drafted]:
-        made = super().draft(orders, done, announce)
+    def drafting(
+        self, orders: Mapping[int, DraftOrder], ends: Ends = ALONE, announce: Announce | None = None
+    ) -> Drafting[dict[int, Drafted]]:
+        made = yield from super().drafting(orders, ends, announce)
         self.left -= 1
         return self.lie(made) if self.left == 0 else made
 

@@ -13,10 +13,9 @@ from specbranch.config import Rule, SamplingParams
 from specbranch.core.experience import Experience
 from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Orders, Plan, Verdict, Verify
 from specbranch.core.request import Request
-from specbranch.core.runner import Feed
+from specbranch.core.runner import Done, Feed
 from specbranch.core.trees import NO_TREE, Growth
 from specbranch.exec.drafter import Announce, Drafter, never
-from specbranch.exec.grower import Done
 from specbranch.exec.messages import Open, Recipe, TargetDone, Work
 from specbranch.exec.serial import draft_or_whole
 from specbranch.exec.verifier import Scored, Verifier

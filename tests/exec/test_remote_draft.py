@@ -15,24 +15,25 @@ from dataclasses import replace
 
 import pytest
 
-from relay import Relay, Weather
 from specbranch.assembly import ServedDraft
+from specbranch.core.draft_evaluation import NOT_EVALUATED
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Context, Draft, Drafted, DraftOrder, Effort, Orders, Plan
-from specbranch.core.runner import Done
 from specbranch.core.session import Session
+from specbranch.core.trees import EDGES
 from specbranch.errors import BadParameter, ModelError
 from specbranch.exec import process
 from specbranch.exec.address import KEY_VARIABLE, LinkAddress, is_link, link_key
 from specbranch.exec.draft_server import WorkerFailed
+from specbranch.exec.draft_steps import ALONE, Drafting, Ends
 from specbranch.exec.drafter import Announce, Drafter
 from specbranch.exec.greeting import Refused, admit, prove
 from specbranch.exec.link import HEADER, LinkLost, StreamLink
-from specbranch.exec.messages import Ready, RoundDrafted, Work
+from specbranch.exec.messages import Evaluated, Ready, RoundDrafted, TellEvaluation, Work
 from specbranch.exec.process import Process
 from specbranch.exec.wire import from_bytes, to_bytes
-from specbranch.exec.worker import never as no_end
+from specbranch.lab.scale.relay import Relay, Weather
 from tiers import tiered
 from toy_worker import (
     DRIFT,
@@ -174,13 +175,13 @@ class Failing(Drafter):
         super().__init__(SlowRunner(law(DRIFT)))
         self.left = times
 
-    def draft(
-        self, orders: Mapping[int, DraftOrder], done: Done = no_end, announce: Announce | None = None
-    ) -> dict[int, Drafted]:
+    def drafting(
+        self, orders: Mapping[int, DraftOrder], ends: Ends = ALONE, announce: Announce | None = None
+    ) -> Drafting[dict[int, Drafted]]:
         self.left -= 1
         if self.left >= 0:
             raise RuntimeError("out of memory")
-        return super().draft(orders, done, announce)
+        return super().drafting(orders, ends, announce)
 
 
 def test_a_draft_that_fails_once_costs_one_connection_and_one_that_goes_on_failing_ends_the_worker() -> None:
@@ -323,6 +324,8 @@ class Pretender:
                 message = from_bytes(data)
                 if type(message).__name__ == "Join":
                     link.post(to_bytes(Ready()))
+                elif isinstance(message, TellEvaluation):
+                    link.post(to_bytes(Evaluated(NOT_EVALUATED, EDGES)))
                 elif isinstance(message, Work):
                     self._answers(link, message)
                 while link.unsent:

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbranch.config import Rule, SamplingParams
+from specbranch.core.draft_evaluation import ClassCounts, DraftEvaluation
 from specbranch.core.orders import Branch, Context, Draft, Effort, Grow, Measure, Plan, Sparse, Until
 from specbranch.core.request import Request
 from specbranch.core.trees import Chances, Growth, Node, Tree
 from specbranch.exec.messages import (
     Broken,
+    Evaluated,
     HeadsDrawn,
     Hello,
     Leave,
@@ -89,6 +91,7 @@ orders = full(Draft, on=contexts, plan=plans) | full(
     Grow, on=contexts, tree=trees, growth=full(Growth, chances=full(Chances))
 )
 made = several(branches) | trees
+counts = full(ClassCounts)
 PARTS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
     Hello: {
         "path": several(texts),
@@ -98,6 +101,7 @@ PARTS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
     Work: {"orders": st.dictionaries(ints, orders, max_size=2)},
     HeadsDrawn: {"heads": st.dictionaries(ints, branches, max_size=2)},
     Tokens: {"tokens": st.dictionaries(ints, texts, max_size=3)},
+    Evaluated: {"evaluation": full(DraftEvaluation, first=counts, other=counts)},
     RoundDrafted: {"made": st.dictionaries(ints, made, max_size=2), "effort": full(Effort)},
 }
 

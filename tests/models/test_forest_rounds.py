@@ -151,7 +151,7 @@ def test_sessions_that_come_and_go_have_their_texts_of_plain_decoding(seed: int,
     waiting = [random_request(rng, number) for number in range(12)]
     sessions, gone, paused = [session for session, _ in waiting], set[int](), set[int]()
     while waiting or loop.live:
-        while waiting and rng.random() < 0.4 and len(loop.members) < 6:
+        while waiting and rng.random() < 0.4 and len(loop.members) < (9 if seed % 2 else 6):
             session, method = waiting.pop()
             start(loop, session, method)
         live = [member.session for member in loop.members.values()]
@@ -175,6 +175,66 @@ def test_sessions_that_come_and_go_have_their_texts_of_plain_decoding(seed: int,
     for worker in (works.target, works.draft):
         worker.runner.check()
         assert worker.runner.kv_slots_free == worker.runner.kv_slots
+
+
+def test_a_large_batch_counts_the_rounds_of_which_no_method_hears(decoders: tuple[Any, Any]) -> None:
+    works = executor(decoders)
+    loop, seen = Loop(works), dict[int, int]()
+    sessions = [session_of(n, some_tokens(30, seed=n), temperature=0.0, max_tokens=40) for n in range(7)]
+    for session in sessions:
+        session.on_round = lambda orders, reports, added, number=session.number: seen.update(
+            {number: seen.get(number, 0) + added}
+        )
+        start(loop, session)
+    sessions[3]._watch = lambda token: token % 16 == 0  # as a stop string does
+    heard = silent = 0
+    while loop.live:
+        loop.step()
+        quiet = sum(len(session._rounds) for session in sessions)
+        silent, heard = max(silent, quiet), heard + (quiet == 0)
+    assert silent > 7 and heard
+    assert_as_alone(decoders, sessions)
+    for session in sessions:
+        stats = session.stats
+        assert seen[session.number] == stats.emitted == len(session.output)
+        assert sum(arm.tokens for arm in stats.arms.by_name.values()) == stats.emitted - 1
+        assert sum(arm.rounds for arm in stats.arms.by_name.values()) == stats.target_forwards
+
+
+def test_a_batch_that_grows_too_large_goes_on_without_and_loses_no_token(
+    decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specbranch.core.forest_loop.MOST_FOREST_SESSIONS", 3)
+    works = executor(decoders)
+    loop = Loop(works)
+    sessions = [session_of(n, some_tokens(30, seed=n), temperature=0.0, max_tokens=20) for n in range(5)]
+    for session in sessions[:3]:
+        start(loop, session)
+    for _ in range(5):
+        loop.step()
+    within = works.forests
+    for session in sessions[3:]:
+        start(loop, session)
+    for _ in range(6):
+        loop.step()
+    assert within > 2 and works.forests <= within + 1
+    run_out(loop)
+    assert works.forests > within + 1  # once fewer are left
+    assert_as_alone(decoders, sessions)
+
+
+def test_plain_sessions_beside_a_large_batch_hear_of_each_round(decoders: tuple[Any, Any]) -> None:
+    works = executor(decoders)
+    loop = Loop(works)
+    sessions = [session_of(n, some_tokens(30, seed=n), temperature=0.0, max_tokens=20) for n in range(7)]
+    for session in sessions:
+        start(loop, session, "autoregressive" if session.number > 4 else "specbranch")
+    kept = 0
+    while loop.live:
+        loop.step()
+        kept = max(kept, *(len(session._rounds) for session in sessions[5:]))
+    assert works.forests > 5 and not kept
+    assert_as_alone(decoders, sessions)
 
 
 @pytest.mark.slow
@@ -213,8 +273,9 @@ def test_a_warm_up_leaves_no_session_and_changes_nothing(decoders: tuple[Any, An
     assert_as_alone(decoders, [session])
 
 
+@pytest.mark.parametrize("count", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_batch_that_turns_to_plain_decoding_loses_no_token(
-    decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    count: int, decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A round with trees is in flight when the batch's choice changes."""
     ways, choose = itertools.cycle(["planned"] * 5 + ["plain"] * 5), WayChoice.choose
@@ -228,7 +289,7 @@ def test_a_batch_that_turns_to_plain_decoding_loses_no_token(
     monkeypatch.setattr(WayChoice, "plain_rounds", lambda self, session: 3)
     works = executor(decoders)
     loop = Loop(works)
-    sessions = [session_of(n, some_tokens(30, seed=n), temperature=0.0, max_tokens=50) for n in range(3)]
+    sessions = [session_of(n, some_tokens(30, seed=n), temperature=0.0, max_tokens=50) for n in range(count)]
     for session in sessions:
         start(loop, session)
     while loop.live:
@@ -236,6 +297,9 @@ def test_a_batch_that_turns_to_plain_decoding_loses_no_token(
         loop.step()
     assert works.forests > 5
     assert_as_alone(decoders, sessions)
+    for session in sessions:
+        counted = sum(arm.tokens for arm in session.stats.arms.by_name.values())
+        assert counted == session.stats.emitted - 1
 
 
 @pytest.mark.parametrize("context", [384, pytest.param(400, marks=pytest.mark.slow)])

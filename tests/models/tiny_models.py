@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specbranch.config import SamplingParams
@@ -47,9 +47,14 @@ CONFIGS = {
 
 
 def tiny(kind: str, seed: int = 0) -> PreTrainedModel:
-    """Build a model of one kind; biases and norms are random too, where transformers would leave them at 0 and 1."""
+    """Build a model of one kind."""
+    return random_model(CONFIGS[kind](), seed)
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Build a model; biases and norms are random too, where transformers would leave them at 0 and 1."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             parameter.data.add_(torch.randn_like(parameter) * 0.3)

@@ -18,6 +18,7 @@ from specbranch import LLM, AsyncLLM
 from specbranch.serve.app import create_app
 from specbranch.serve.run import GracefulServer
 from specbranch.serve.settings import ServerSettings
+from specbranch.serve.unix_socket import UnixSocket
 
 WAIT = 120.0  # seconds after which a test gives up
 PROMPT = "A branch is a guess about what the large model will say next."
@@ -78,18 +79,27 @@ def load_tiny(pair: tuple[str, str], context_length: int = 480, **given: Any) ->
 
 
 @contextmanager
-def running(llm: LLM, max_batch: int = 8, **given: Any) -> Iterator[Running]:
+def running(llm: LLM, max_batch: int = 8, tracer_provider: Any = None, **given: Any) -> Iterator[Running]:
     engine = AsyncLLM(llm, max_batch=max_batch)
     settings = ServerSettings(port=0, max_batch=max_batch, **given)
-    server = GracefulServer(create_app(engine, settings), settings)
-    thread = threading.Thread(target=server.run, daemon=True)
+    unix = UnixSocket.of(settings)
+    server = GracefulServer(create_app(engine, settings, tracer_provider), settings, unix)
+    thread = threading.Thread(target=server.run, args=(unix and [unix.bind()],), daemon=True)
     thread.start()
     until(lambda: server.started or not thread.is_alive())
-    with httpx.Client(base_url=server.address, timeout=WAIT) as http:
+    with client_of(server.address) as http:
         yield Running(server.address, engine, server, http)
     server.stop()
     thread.join(WAIT)
     assert not thread.is_alive() and not engine.is_alive
+
+
+def client_of(address: str) -> httpx.Client:
+    """A client of a server at a port, or at a unix socket."""
+    if not address.startswith("unix:"):
+        return httpx.Client(base_url=address, timeout=WAIT)
+    transport = httpx.HTTPTransport(uds=address.removeprefix("unix:"))
+    return httpx.Client(base_url="http://specbranch", transport=transport, timeout=WAIT)
 
 
 def until(true: Callable[[], bool]) -> None:

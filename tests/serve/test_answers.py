@@ -289,7 +289,7 @@ def test_a_client_reads_what_a_template_says_against_a_conversation_and_nothing_
         ({}, "cannot make a prompt of these messages.", "messages"),
     ):
         with pytest.raises(ApiError) as refused:
-            _rendered(tokenizer, TALK, given, True)
+            _rendered(tokenizer, TALK, given, "new message")
         assert said in str(refused.value) and refused.value.param == param and "object" not in str(refused.value)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from specbranch.machine_load import LoadMeter
 from specbranch.serve.keys import new_key
 from specbranch.serve.live import CLOCKS
 from specbranch.serve.race import RACE_TURNS, RACERS
+from specbranch.serve.start import chosen
 from tiers import each_value, tiered
 
 CHAT, RACE = "/v1/live/chat", "/v1/live/race"
@@ -119,6 +122,55 @@ def test_methods_race_by_turns_after_a_warm_up_and_a_busy_machine_is_reported(
     assert starts == [(turn, name) for turn in range(RACE_TURNS + 1) for name in RACERS]
     assert not [one for one in reply if one.get("turn") == 0 and "steps" in one]
     assert reply[-1]["rough"].startswith(said) and bool(reply[-1]["rough"]) == bool(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["speculative", "specbranch"])
+def test_the_frames_of_a_chat_roll_back_what_its_statistics_say(served: Running, method: str) -> None:
+    reply = events(served.post(CHAT, {**ASKED, "method": method, "clock": "c10", "max_tokens": 60}))
+    frames, rollback = [frame for one in reply for frame in one["frames"]], reply[-1]["done"]["rollback"]
+    assert sum(one["rolled_back"] for one in frames) == rollback["rejected"] + rollback["tree_siblings"] > 0
+
+
+def test_the_page_starts_where_a_trial_on_this_server_says_and_tries_once(served: Running) -> None:
+    before = served.engine.stats().finished
+    first = served.http.get("/v1/live/start").json()
+    assert first["example"] == "copying" and first["method"] is None and "tokens a second" in first["why"]
+    assert (first["clock"] == WALL) == ("It pays here" in first["why"])
+    asked = served.engine.stats().finished
+    assert served.http.get("/v1/live/start").json() == first
+    assert before <= asked == served.engine.stats().finished
+    until(served.is_idle)
+
+
+@pytest.mark.parametrize(
+    ("rates", "can_model", "clock", "said"),
+    [
+        ((30.0, 60.0), True, WALL, "2.0 × as fast as plain decoding (60 against 30"),
+        ((30.0, 31.0), True, "c10", "nothing now: 31 tokens a second against 30"),
+        ((30.0, 31.0), False, WALL, "It does not pay here: 31 tokens a second against 30"),
+    ],
+)
+def test_where_nothing_pays_the_page_starts_on_a_modelled_clock_and_says_why(
+    reference: LLM, rates: tuple[float, float], can_model: bool, clock: str, said: str
+) -> None:
+    answer = reference.chat(ASKED["messages"], SamplingParams(max_tokens=4))
+    plain, ours = (replace(answer, stats={**answer.stats, "tokens_per_second": rate}) for rate in rates)
+    found = chosen(plain, ours, None, can_model)
+    assert found.clock == clock and said in found.why
+    busy = replace(ours, stats={**ours.stats, "arms": {"plain": {"rounds": 9}, "lookup": {"rounds": 1}}})
+    assert ("decoded nearly every round plainly" in chosen(plain, busy, None, can_model).why) == (rates[1] < 33)
+
+
+def test_an_answer_in_a_form_says_what_its_grammar_forced(served: Running) -> None:
+    pytest.importorskip("llguidance")
+    assert served.http.get("/v1/live").json()["forms"].keys() == {"json"}
+    reply = events(served.post(CHAT, {**ASKED, "form": "json", "max_tokens": 60}))
+    guided = [mark for one in reply for frame in one["frames"] for mark in frame["guided"]]
+    assert len(guided) == reply[-1]["done"]["tokens"] and set(guided) == {"free", "forced", "masked"}
+    assert re.match(r'\{\s*"short_answer"\s*:', joined(reply))
+    status, error = served.error(CHAT, {**ASKED, "form": "verse"})
+    assert status == 400 and "expected one of json" in error["message"]
 
 
 def test_the_page_is_offered_a_prompt_to_copy_from_and_a_free_one(served: Running) -> None:

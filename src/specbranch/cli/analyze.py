@@ -1,21 +1,20 @@
-"""`specbranch analyze`: what speculation can gain, by formula, on toy models, and on a map of strategies."""
+"""`specbranch analyze`: what speculation can gain, by formula, on toy models, and on a map of strategies.
+
+Owns the bare command. `analyze scale` is in `analyze_scale.py`.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from specbranch.cli.sections import SectionedCommand
-from specbranch.errors import BadParameter
-
-if TYPE_CHECKING:
-    from specbranch.lab.study.study import Study
+from specbranch.cli.analyze_scale import scale
+from specbranch.cli.results_folder import written_to
 
 
-@click.command(cls=SectionedCommand)
+@click.group(invoke_without_command=True)
 @click.option(
     "--profile",
     "profiles",
@@ -39,32 +38,28 @@ if TYPE_CHECKING:
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object: farthest_off, latency (predicted, charged …), map."
 )
-def analyze(profiles: tuple[str, ...], out: Path | None, tokens: int, as_json: bool) -> None:
+@click.pass_context
+def analyze(context: click.Context, profiles: tuple[str, ...], out: Path | None, tokens: int, as_json: bool) -> None:
     """Show the trade-off between parallelism and rollback: latency over draft length, and where each strategy pays.
 
     Latency comes from three sources: the paper's theorem, our model of the mechanism, and the real methods. The
     methods run on toy models with known agreement, timed by the virtual clock. The map tunes six strategies for each
     cost profile. No model is needed; it takes about a minute.
+
+    \b
+    specbranch analyze --out analysis
+    specbranch analyze scale --out analysis    (replicas, batches and drafts on other machines)
     """
+    if context.invoked_subcommand is not None:
+        return
     from specbranch.cli.progress import counted
-    from specbranch.lab.study.study import record, run_study, tables
+    from specbranch.lab.study.study import charts, record, run_study, tables
 
     with counted() as progress:
         study = run_study(profiles, progress, tokens)
     if out is not None:
-        _write(study, out)
+        written_to(out, charts(study), "analysis.json", record(study))
     click.echo(json.dumps(record(study)) if as_json else tables(study))
 
 
-def _write(study: Study, folder: Path) -> None:
-    from specbranch.lab.study.study import charts, record
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, drawing in charts(study).items():
-            (folder / f"{name}.svg").write_text(drawing, encoding="utf-8")
-        (folder / "analysis.json").write_text(json.dumps(record(study), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        said = f"Cannot write to {folder} ({error}). Name a folder that can be written with --out."
-        raise BadParameter(said) from error
-    click.echo(f"Charts and analysis.json are in {folder}", err=True)
+analyze.add_command(scale)

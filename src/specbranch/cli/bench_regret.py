@@ -41,6 +41,7 @@ _what, _how = (options_of(title) for title in ("What to run", "How"))
     metavar="FILE",
     help="Use texts and proposals of a real pair, written by scripts/write_regret_texts.py [random ones].",
 )
+@_what("--forest", is_flag=True, help="Let a single device grow and verify draft trees by itself.")
 @_how("--jobs", type=click.IntRange(min=1), metavar="N", help="Number of processes [cores].")
 @_how("--worst", type=click.IntRange(min=0), default=5, metavar="N", help="Number of worst cases to list [5].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -51,6 +52,7 @@ def regret(
     half: Half | None,
     show: int | None,
     texts: Path | None,
+    forest: bool,
     jobs: int | None,
     worst: int,
     as_json: bool,
@@ -82,7 +84,7 @@ def regret(
 
     names, recorded = tuple(listed(methods)), load_texts(texts) if texts else ()
     seeds = seeds_of(seed, cases, half) if show is None else [show]
-    results, seconds = _judged(seeds, names, jobs, recorded)
+    results, seconds = _judged(seeds, names, jobs, recorded, forest)
     if as_json:
         click.echo(json.dumps({"half": half, "run_seconds": round(seconds, 1), **to_dict(results, names)}))
     elif show is not None:
@@ -92,7 +94,7 @@ def regret(
 
 
 def _judged(
-    seeds: list[int], methods: tuple[str, ...], jobs: int | None, texts: tuple[RecordedText, ...]
+    seeds: list[int], methods: tuple[str, ...], jobs: int | None, texts: tuple[RecordedText, ...], forest: bool
 ) -> tuple[list[CaseResult], float]:
     """Run the cases of the regret lab; returns their results and how long that took."""
     from specbranch.cli.progress import counted
@@ -101,5 +103,5 @@ def _judged(
 
     started = time.perf_counter()
     with counted() as progress:
-        results = run_cases(seeds, methods, jobs or usable_cores(), progress, texts)
+        results = run_cases(seeds, methods, jobs or usable_cores(), progress, texts, forest)
     return results, time.perf_counter() - started

@@ -34,6 +34,12 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
 )
 @_model("--out", type=PATH, required=True, metavar="DIR", help="Folder for the draft.")
 @_model(
+    "--head",
+    type=click.Choice(["full", "reduced"]),
+    help="Output head: full scores all tokens, which `export` to hf and gguf needs; reduced scores --head-tokens of "
+    "them [full, or reduced if --head-tokens is given].",
+)
+@_model(
     "--head-tokens",
     type=int,
     metavar="K",

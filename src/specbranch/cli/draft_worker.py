@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +22,34 @@ from specbranch.pairs import chosen_models, draft_path
 
 if TYPE_CHECKING:
     from specbranch.assembly import ModelChoice, ServedDraft
+    from specbranch.core.warm_up import ForwardSizes
 
 SESSIONS = 64  # that a GPU is warmed up for, at a time
 
-_link, _model = (options_of(title) for title in ("Link", "Draft"))
+TARGETS_GO_ON = "Stopped; targets go on without this draft."
+DEFAULT_LISTEN = "127.0.0.1:7351"
+
+_link, _ray, _model = (options_of(title) for title in ("Link", "Ray", "Draft"))
 
 
 @click.command(cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
 @_link(
     "--listen",
-    default="127.0.0.1:7351",
     metavar="HOST:PORT",
     help="Address to listen on; port 0 takes a free one. An address that other machines can reach needs a secret "
     "[127.0.0.1:7351: this machine only].",
 )
 @_link("--tls-cert", type=PATH, metavar="FILE", help="Certificate (PEM) to encrypt links with; targets say tls://.")
 @_link("--tls-key", type=PATH, metavar="FILE", help="Private key of the certificate [in the same file].")
+@_ray(
+    "--on-ray",
+    type=int,
+    metavar="N",
+    help="Start N draft workers as actors on Ray, on nodes with the resource 'draft'; targets say ray://NAME.",
+)
+@_ray("--ray-address", metavar="ADDRESS", help="Address of the Ray cluster [$RAY_ADDRESS, else one on this machine].")
+@_ray("--ray-name", default="draft", metavar="NAME", help="Name by which targets find the workers [draft].")
+@_ray("--gpus", type=float, default=0.0, metavar="N", help="GPUs of each worker, such as 1 or 0.25 [0].")
 @with_options(PAIR)
 @_model(
     "--draft",
@@ -66,7 +79,9 @@ _link, _model = (options_of(title) for title in ("Link", "Draft"))
 )
 @_model("--vocabulary", type=int, metavar="N", help="Draft only token ids below N, for targets that have fewer [all].")
 @_model("--threads", type=int, metavar="N", help="CPU threads [half of them if only this machine is served, else all].")
-def draft_worker(listen: str, tls_cert: Path | None, tls_key: Path | None, **given: Any) -> None:
+def draft_worker(
+    listen: str | None, tls_cert: Path | None, tls_key: Path | None, on_ray: int | None, **given: Any
+) -> None:
     """Serve a draft to targets in other processes or on other machines, until Ctrl-C or SIGTERM.
 
     \b
@@ -81,12 +96,21 @@ def draft_worker(listen: str, tls_cert: Path | None, tls_key: Path | None, **giv
     and where the target is, with the same SPECBRANCH_LINK_KEY:
       SPECBRANCH_LINK_CA=cert.pem specbranch serve --target BIG --draft tls://draft-machine:7351
 
+    \b
+    On a Ray cluster that runs, two workers for all targets in it:
+      specbranch draft-worker --on-ray 2
+      specbranch serve --target BIG --draft ray://draft
+
     Texts do not depend on the worker. If it is slow, gone or wrong, targets go on alone, and draft again when it is
-    back. `specbranch doctor --draft tcp://HOST:PORT` says whether a link pays. One worker serves several targets, one
-    order after the other. The secret keeps strangers out; only a certificate keeps others from reading along. See
+    back. `specbranch doctor --draft tcp://HOST:PORT` says whether a link pays. One worker serves several targets, whose
+    orders share its forwards. The secret keeps strangers out; only a certificate keeps others from reading along. See
     docs/links.md.
     """
-    address = _address(listen, tls_cert, tls_key)
+    if on_ray is not None:
+        if listen or tls_cert or tls_key:
+            raise BadParameter("On Ray, workers choose their addresses. Leave --listen, --tls-cert and --tls-key out.")
+        return _serve_on_ray(on_ray, given)
+    address = _address(listen or DEFAULT_LISTEN, tls_cert, tls_key)
     key = link_key(address)
     from specbranch.exec.greeting import worker_context
 
@@ -95,7 +119,7 @@ def draft_worker(listen: str, tls_cert: Path | None, tls_key: Path | None, **giv
     draft = _loaded(given, address)
     from specbranch.exec.draft_server import DraftServer, WorkerFailed
 
-    server = DraftServer(draft.drafter, draft.served, draft.tokens, listener, key, context)
+    server = DraftServer(draft.drafter, draft.served, draft.tokens, listener, key, context, draft.evaluation)
     _log_to_terminal()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.stop)
@@ -104,7 +128,27 @@ def draft_worker(listen: str, tls_cert: Path | None, tls_key: Path | None, **giv
         server.run()
     except WorkerFailed as failed:
         raise ModelError(f"The draft fails again and again: {failed}. Start the worker anew.") from failed
-    click.echo("Stopped; targets go on without this draft.", err=True)
+    click.echo(TARGETS_GO_ON, err=True)
+    return None
+
+
+def _serve_on_ray(count: int, given: dict[str, Any]) -> None:
+    """Have actors serve until a signal."""
+    from functools import partial
+
+    from specbranch.cluster.draft_actors import connect_ray, draft_actors, follow, load_draft
+
+    connect_ray(given["ray_address"])
+    target, draft = _models(given)
+    load = partial(load_draft, _choice(draft, given, None), target, given["vocabulary"], _sizes())
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    with draft_actors(load, count, given["ray_name"], given["gpus"]):
+        name = given["ray_name"]
+        click.echo(f"{count} draft worker(s) on Ray for {draft}. Targets use them with --draft ray://{name}.")
+        follow(name, click.echo, stopped)
+    click.echo(TARGETS_GO_ON, err=True)
 
 
 def _address(listen: str, certificate: Path | None, key: Path | None) -> LinkAddress:
@@ -119,20 +163,29 @@ def _address(listen: str, certificate: Path | None, key: Path | None) -> LinkAdd
 def _loaded(given: dict[str, Any], address: LinkAddress) -> ServedDraft:
     from specbranch.assembly import make_served_draft
     from specbranch.cli.progress import narrated, pulled
-    from specbranch.core.methods import METHODS
-    from specbranch.exec.forward_sizes import draft_sizes
 
+    target, draft = _models(given)
+    pulled(draft_path(draft))
+    choice = _choice(draft, given, address)
+    with narrated("Loading the draft"):
+        return make_served_draft(choice, target, given["vocabulary"], _sizes())
+
+
+def _models(given: dict[str, Any]) -> tuple[str, str]:
     target, draft = chosen_models(given["pair"], given["target"], given["draft"])
     if draft is None:
         raise BadParameter("A target alone was given; name the draft to serve with --draft, or a --pair.")
-    pulled(draft_path(draft))
-    choice = _choice(draft, given, address)
-    sizes = draft_sizes(METHODS["specbranch"], SpeculativeConfig(method="specbranch"), SESSIONS)
-    with narrated("Loading the draft"):
-        return make_served_draft(choice, target, given["vocabulary"], sizes)
+    return target, draft
 
 
-def _choice(draft: str, given: dict[str, Any], address: LinkAddress) -> ModelChoice:
+def _sizes() -> ForwardSizes:
+    from specbranch.core.methods import METHODS
+    from specbranch.exec.forward_sizes import draft_sizes
+
+    return draft_sizes(METHODS["specbranch"], SpeculativeConfig(method="specbranch"), SESSIONS)
+
+
+def _choice(draft: str, given: dict[str, Any], address: LinkAddress | None) -> ModelChoice:
     from specbranch.assembly import ModelChoice, half_the_threads
 
     return ModelChoice(
@@ -140,7 +193,7 @@ def _choice(draft: str, given: dict[str, Any], address: LinkAddress) -> ModelCho
         device=given["draft_device"],
         dtype=given["dtype"],
         context_length=given["context_length"],
-        threads=given["threads"] or (half_the_threads() if address.is_local else None),
+        threads=given["threads"] or (half_the_threads() if address is not None and address.is_local else None),
         shorten=True,
         cache_tokens=given["cache_tokens"],
         weights=given["draft_weights"],

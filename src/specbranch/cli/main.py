@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": "specbranch.cli.verify:verify",
     "trace": "specbranch.cli.trace:trace",
     "distill": "specbranch.cli.distill:distill",
+    "export": "specbranch.cli.export:export",
     "inflate": "specbranch.cli.inflate:inflate",
     "train-predictor": "specbranch.cli.train_predictor:train_predictor",
     "draft-eval": "specbranch.cli.draft_eval:draft_eval",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -106,8 +105,8 @@ DRAFT = (
         "--draft",
         metavar="MODEL",
         help="Draft model, best with the target's vocabulary, or a pair's name, which stands for its draft, or "
-        "the address of a draft worker: tcp://HOST:PORT, with a certificate tls://HOST:PORT (see `specbranch "
-        "draft-worker`).",
+        "the address of a draft worker: tcp://HOST:PORT, with a certificate tls://HOST:PORT, on Ray ray://NAME (see "
+        "`specbranch draft-worker`).",
     ),
     _draft("--draft-device", metavar="DEVICE", help="Device of the draft [the target's]."),
     _draft(
@@ -123,7 +122,7 @@ BATCHED_TOKENS_OPTION: dict[str, Any] = {
     "help": "Maximum number of tokens in a forward of the target, decode rows and prompt tokens together. Decode rows "
     "always run, and a prompt advances by at least one chunk [as many prompt tokens as measured costs allow].",
 }
-SPECULATION = (
+METHOD_OPTIONS = (
     # of the target, but for commands that load an LLM: those that measure a model have it on one device
     _model(
         "--device-map",
@@ -191,17 +190,21 @@ SPECULATION = (
         help="Ignore what earlier runs learned about the pair on this machine, and save nothing. By "
         "default it is saved in the cache folder, or in $SPECBRANCH_EXPERIENCE.",
     ),
+)
+JSON_OPTION = _speculation(
+    "--speculative-config",
+    metavar="JSON",
+    help='More settings as JSON, e.g. \'{"max_branches": 6, "stop_below": 0.4}\'.',
+)
+SPECULATION = (
+    *METHOD_OPTIONS,
     _speculation(
         "--config",
         type=PATH,
         metavar="FILE",
         help="File of settings, as `specbranch tune` writes it. Options on the command line override it.",
     ),
-    _speculation(
-        "--speculative-config",
-        metavar="JSON",
-        help='More settings as JSON, e.g. \'{"max_branches": 6, "stop_below": 0.4}\'.',
-    ),
+    JSON_OPTION,
 )
 CLOCK = (
     _speculation(
@@ -327,7 +330,7 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
 def speculative_config(given: dict[str, Any]) -> dict[str, Any]:
     """Collect the speculative settings: from the file, then from the JSON, then from single options, which override
     them."""
-    values = _from_file(given.get("config")) | _parsed(given.get("speculative_config"))
+    values = {name: value for name, value in _settings(given).items() if name != TUNED_FOR}
     values |= {k: given[k] for k in ("method", "rule", "policy", "num_speculative_tokens") if given.get(k) is not None}
     if given.get("without") is not None:
         values["without"] = [part.strip() for part in given["without"].split(",") if part.strip()]
@@ -337,7 +340,18 @@ def speculative_config(given: dict[str, Any]) -> dict[str, Any]:
 
 def load_llm(given: dict[str, Any]) -> LLM:
     """Load the requested models, with a progress bar for a download."""
-    from specbranch.cli.progress import narrated, pulled
+    from specbranch.cli.progress import narrated
+
+    arguments = llm_arguments(given)
+    from specbranch.engine import LLM
+
+    with narrated("Loading the models"):
+        return LLM(**arguments)
+
+
+def llm_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `LLM` for the requested models, which are fetched if they are not here."""
+    from specbranch.cli.progress import pulled
 
     config, options = speculative_config(given), load_options(given)
     names = ("pair", "target", "draft", "device", "dtype", "executor")
@@ -347,16 +361,12 @@ def load_llm(given: dict[str, Any]) -> LLM:
     if drafting is not None and not is_link(drafting):
         pulled(draft_path(drafting))  # before the target: a pair's draft may be missing, and a fetch takes long
     pulled(target)
-    if given.get("config") is not None:
-        _warn_of_other_circumstances(given, target, draft)
+    _warn_of_other_circumstances(given, target, draft)
     if given.get("predictor") is not None and config.get("policy") != "paper":
         click.echo(
             f"The predictor {given['predictor']} is not used: only policy 'paper' heeds one (--policy paper).", err=True
         )
-    from specbranch.engine import LLM
-
-    with narrated("Loading the models"):
-        return LLM(**chosen, speculative=config, options=options)
+    return {**chosen, "speculative": config, "options": options}
 
 
 def asking_once(given: dict[str, Any]) -> dict[str, Any]:
@@ -380,16 +390,17 @@ def _used_draft(method: str | None, draft: str | None, warn: bool) -> str | None
     return None
 
 
-def _from_file(file: Path | None) -> dict[str, Any]:
-    return {} if file is None else {name: value for name, value in read_settings(file).items() if name != TUNED_FOR}
+def _settings(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the file and of the JSON, with what they were tuned for."""
+    file = given.get("config")
+    return ({} if file is None else read_settings(file)) | parsed_settings(given.get("speculative_config"))
 
 
 def _warn_of_other_circumstances(given: dict[str, Any], target: str, draft: str | None) -> None:
     """Warn if settings were tuned for something else; they are used all the same."""
     from specbranch.assembly import identity
 
-    file, settings = given["config"], read_settings(given["config"])
-    tuned = settings.get(TUNED_FOR)
+    file, tuned = given.get("config") or "The configuration", _settings(given).get(TUNED_FOR)
     if not isinstance(tuned, dict):
         return
     theirs = None if draft is None or is_link(draft) else identity(draft)
@@ -404,13 +415,14 @@ def _warn_of_other_circumstances(given: dict[str, Any], target: str, draft: str 
         click.echo(sentence, err=True)
 
 
-def _parsed(text: str | None) -> dict[str, Any]:
+def parsed_settings(text: str | None, name: str = "--speculative-config") -> dict[str, Any]:
+    """Return speculative settings that are given as JSON; `name`: of what gives them."""
     try:
         values = json.loads(text or "{}")
     except ValueError as error:
         raise BadParameter(
-            f"--speculative-config is no JSON ({error}); expected an object such as '{{\"max_branches\": 6}}'."
+            f"{name} is no JSON ({error}); expected an object such as '{{\"max_branches\": 6}}'."
         ) from None
     if not isinstance(values, dict):
-        raise BadParameter(f"--speculative-config is {text}; expected a JSON object.")
+        raise BadParameter(f"{name} is {text}; expected a JSON object.")
     return values

@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import DRAFT, PAIR, SPECULATION, TABLES, TARGET, load_llm, with_options
+from specbranch.cli.options import (
+    DRAFT,
+    JSON_OPTION,
+    METHOD_OPTIONS,
+    PAIR,
+    TABLES,
+    TARGET,
+    llm_arguments,
+    load_llm,
+    load_options,
+    speculative_config,
+    with_options,
+)
 from specbranch.cli.sections import PATH, SectionedCommand, options_of
+from specbranch.cli.settings_sources import effective, settled, sourced
 from specbranch.errors import BadParameter
-from specbranch.extras import FASTAPI, UVICORN
+from specbranch.extras import FASTAPI, RAY, UVICORN
 
-_server, _keys, _limits = (options_of(title) for title in ("Server", "Keys", "Limits"))
+if TYPE_CHECKING:
+    from specbranch.cluster.settings import Scale
+
+_server, _keys, _limits, _replicas = (options_of(title) for title in ("Server", "Keys", "Limits", "Replicas"))
+VARIABLES = "SPECBRANCH_SERVE_"  # how the environment variables of the options begin
 
 
 @click.command(cls=SectionedCommand, tables=TABLES)
+@_server(
+    "--config",
+    type=PATH,
+    metavar="FILE",
+    is_eager=True,
+    callback=sourced(VARIABLES),
+    help="File of options, in YAML, TOML or JSON; a file of `specbranch tune` is one, too. Its keys are the names of "
+    f"the options. An environment variable such as {VARIABLES}PORT overrides it, and the command line overrides both.",
+)
+@_server("--print-config", is_flag=True, help="Print all settings with their sources, in YAML, and exit.")
 @_server("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on [127.0.0.1: this machine only].")
 @_server("--port", type=int, default=8000, metavar="N", help="Port to listen on; 0 takes a free one [8000].")
+@_server("--uds", type=PATH, metavar="PATH", help="Unix socket to listen at, instead of --host and --port.")
+@_server(
+    "--uds-mode",
+    metavar="MODE",
+    help="Who may open the unix socket, in octal digits: 660 lets its group, such as a proxy's [600].",
+)
 @_server("--model-name", metavar="NAME", help="Model name that clients use [the target's name].")
 @_server(
     "--allow-host",
@@ -40,6 +74,12 @@ _server, _keys, _limits = (options_of(title) for title in ("Server", "Keys", "Li
     "of the text [the one that the chat template shows].",
 )
 @_server("--log-text", is_flag=True, help="Log prompts and answers; by default no log line contains either.")
+@_server(
+    "--otlp-traces-endpoint",
+    metavar="URL",
+    help="OpenTelemetry collector to send a span of each request to, such as http://localhost:4318/v1/traces "
+    "[$OTEL_EXPORTER_OTLP_ENDPOINT, else none].",
+)
 @_keys("--keys", type=PATH, metavar="FILE", help="Serve only clients that have a key in this file.")
 @_keys(
     "--new-key",
@@ -73,8 +113,31 @@ _server, _keys, _limits = (options_of(title) for title in ("Server", "Keys", "Li
 )
 @_limits("--timeout", type=float, metavar="S", help="Seconds within which a request must be answered [600].")
 @_limits("--grace", type=float, metavar="S", help="Seconds for running answers to finish when the server stops [60].")
-@with_options(PAIR, TARGET, DRAFT, SPECULATION)
-def serve(new_key: str | None, without_keys: bool, **given: Any) -> None:
+@_replicas(
+    "--replicas", type=int, metavar="N", help="Serve by N copies of the models behind this one address, on Ray [none]."
+)
+@_replicas("--max-replicas", type=int, metavar="N", help="Start up to N replicas if there are many requests [N].")
+@_replicas(
+    "--requests-per-replica",
+    type=int,
+    metavar="N",
+    help="Running requests of a replica that --max-replicas aims at [half of --max-batch].",
+)
+@_replicas(
+    "--replica-cpus", type=float, metavar="X", help="CPUs and threads of a replica [this machine's, divided evenly]."
+)
+@_replicas(
+    "--replica-gpus", type=float, metavar="X", help="GPUs of a replica; 0.5 is half of one [divided evenly, 1 at most]."
+)
+@_replicas(
+    "--ray",
+    "ray_address",
+    metavar="ADDRESS",
+    help="Ray cluster to run replicas on: HOST:PORT, or auto for the one of this machine [Ray is started here].",
+)
+@with_options(PAIR, TARGET, DRAFT, (*METHOD_OPTIONS, JSON_OPTION))
+@click.pass_context
+def serve(context: click.Context, /, **_: Any) -> None:
     """Serve the models over the OpenAI API. On Ctrl-C or SIGTERM the server finishes running answers and stops.
 
     \b
@@ -82,6 +145,8 @@ def serve(new_key: str | None, without_keys: bool, **given: Any) -> None:
     specbranch serve --target BIG --draft SMALL --executor process --model-name big
     specbranch serve --keys keys.txt --new-key alice
     specbranch serve --keys keys.txt --host 0.0.0.0
+    specbranch serve --replicas 2
+    specbranch serve --config serve.yaml --print-config
 
     \b
     Then, in another terminal:
@@ -93,23 +158,51 @@ def serve(new_key: str | None, without_keys: bool, **given: Any) -> None:
     """
     for extra in (FASTAPI, UVICORN):
         extra.require()
-    if new_key is not None:
-        click.echo(_made(given["keys"], new_key))
+    given = settled(context)
+    if given["new_key"] is not None:
+        click.echo(_made(given["keys"], given["new_key"]))
         return
     from specbranch.serve.settings import ServerSettings
 
     names = ServerSettings.__dataclass_fields__
     settings = ServerSettings(**{name: given[name] for name in names if given.get(name) is not None})
-    _check_open(settings.is_local, settings.keys, without_keys, settings.host)
+    _check_open(settings.is_local, settings.keys, given["without_keys"], settings.host)
+    speculative_config(given), load_options(given)  # refuse mistakes now
+    if given["print_config"]:
+        click.echo(effective(context, asdict(settings)))
+        return
     if settings.keys is not None:
         from specbranch.serve.keys import KeyFile
 
         KeyFile(settings.keys)  # report its errors before the models are loaded
+    scale = _scale(given)
     from specbranch.serve.run import bound
     from specbranch.serve.run import serve as run
+    from specbranch.serve.tracing import Collector
 
+    collector = Collector.of(settings)
+    if collector is not None and collector.is_option:
+        collector.check()
     sockets = bound(settings)  # a port that is taken is noticed before the models are loaded, too
-    run(load_llm(given), settings, sockets)
+    if scale is None:
+        run(load_llm(given), settings, sockets)
+        return
+    from specbranch.cluster.run import serve_replicas
+
+    serve_replicas(llm_arguments(given), settings, scale, sockets)
+
+
+def _scale(given: dict[str, Any]) -> Scale | None:
+    """Return how many replicas there are to be; None: the models run in this process."""
+    from specbranch.cluster.settings import Scale
+
+    values = {name: given[name] for name in Scale.__dataclass_fields__ if given.get(name) is not None}
+    if not values:
+        return None
+    if "replicas" not in values:
+        raise BadParameter(f"{', '.join(values)}: this needs --replicas N, the number of replicas that always run.")
+    RAY.require()
+    return Scale(**values)
 
 
 def _made(file: Path | None, name: str) -> str:

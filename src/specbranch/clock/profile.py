@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from specbranch.core.cost_curves import ForestCosts
 from specbranch.core.costs import RunKind
 from specbranch.errors import BadParameter, unknown
 
@@ -97,6 +98,11 @@ class CostProfile:
     def plain_due(self) -> bool:
         """False: a profile knows what a plain round takes."""
         return False
+
+    @property
+    def forest(self) -> ForestCosts:
+        """Nothing beyond the forwards: a profile has their times alone."""
+        return ForestCosts()
 
     @property
     def last_run(self) -> None:

@@ -100,6 +100,31 @@ class MeteredDrafter(Drafter):
         super()._extend(session, tokens)
 
 
+class RoundStarts:
+    """How rounds are started, by the hints of the round before; `Serial` and the runners start them by the same
+    rules."""
+
+    def __init__(self) -> None:
+        self.following: dict[int, Following] = {}  # what could be launched with the verdicts of the last round
+        self._by_itself: set[int] = set()  # sessions whose target goes on by itself
+
+    def beginning(self, verifies: Mapping[int, Verify], reads: Mapping[int, Prefill]) -> Beginning:
+        """Return how this round is started."""
+        heard = {at for at, order in verifies.items() if _begins(self.following.get(at), order.tokens)}
+        if reads or not verifies or not verifies.keys() <= self._by_itself | heard:
+            return Beginning.ASKED  # drafts for a target that is running already are planned meanwhile
+        return Beginning.BY_ITSELF if verifies.keys() <= self._by_itself else Beginning.HEARD
+
+    def note(
+        self, drafts: Mapping[int, DraftOrder], verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]
+    ) -> None:
+        """Note the hints of this round."""
+        grown = next(iter(drafts.values()), None)
+        received = len(drafts) == 1 and not verifies and isinstance(grown, Grow) and grown.sending is not None
+        self._by_itself = set(drafts) if received else {session for session, order in verifies.items() if order.goes_on}
+        self.following = _followed(verifies, verdicts)
+
+
 class VirtualClock(Serial):
     """Both models on a virtual clock, in seconds since it was made."""
 
@@ -110,8 +135,7 @@ class VirtualClock(Serial):
         self.profile = profile
         self.metered = draft
         self._now = 0.0
-        # of the last round: sessions whose target goes on by itself, and what could be launched with the verdict
-        self._said: tuple[set[int], dict[int, Following]] = set(), {}
+        self._starts = RoundStarts()
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Run one round and charge it."""
@@ -131,8 +155,10 @@ class VirtualClock(Serial):
             self.metered.charge = charge
         made, timed = self._drafted(drafts, charge.target_done, heads.update)
         verdicts = self.target.judge(scored, heads)
+        beginning = self._starts.beginning(verifies, reads)
+        self._starts.note(drafts, verifies, verdicts)
         hidden = self._draft_seconds_hidden(drafts)
-        host = max(self.profile.host_seconds(self._beginning(drafts, verifies, reads, verdicts)) - hidden, 0.0)
+        host = max(self.profile.host_seconds(beginning) - hidden, 0.0)
         start = self._now + host - self.profile.host  # planning comes before the round
         self._now += charge.seconds + host
         begun = start + charge.target_start
@@ -141,31 +167,11 @@ class VirtualClock(Serial):
         verifying = Span(begun, begun + charge.target, verified + chunk_rows, self.target.prefill_counts())
         return reports_of(orders, made, verdicts, failed | short, drafting, verifying, self._without, reached)
 
-    def _beginning(
-        self,
-        drafts: Mapping[int, DraftOrder],
-        verifies: Mapping[int, Verify],
-        reads: Mapping[int, Prefill],
-        verdicts: Mapping[int, Verdict],
-    ) -> Beginning:
-        """Return how this round is started, by the hints of the round before.
-
-        `Serial` and the runners start rounds by the same rules.
-        """
-        before, grown = self._said, next(iter(drafts.values()), None)
-        received = len(drafts) == 1 and not verifies and isinstance(grown, Grow) and grown.sending is not None
-        by_itself = set(drafts) if received else {session for session, order in verifies.items() if order.goes_on}
-        self._said = by_itself, _followed(verifies, verdicts)
-        heard = {at for at, order in verifies.items() if _begins(before[1].get(at), order.tokens)}
-        if reads or not verifies or not verifies.keys() <= before[0] | heard:
-            return Beginning.ASKED  # drafts for a target that is running already are planned meanwhile
-        return Beginning.BY_ITSELF if verifies.keys() <= before[0] else Beginning.HEARD
-
     def _draft_seconds_hidden(self, drafts: Mapping[int, DraftOrder]) -> float:
         """Return the seconds in which the draft computes a verdict's tokens while the host plans; see
         `Serial._read_ahead`."""
         session, order = next(iter(drafts.items()), (0, None))
-        ahead = len(drafts) == 1 and isinstance(order, Grow) and self._said[1].get(session) == "draft"
+        ahead = len(drafts) == 1 and isinstance(order, Grow) and self._starts.following.get(session) == "draft"
         return min(self.profile.draft_seconds(1), self.profile.asking) if ahead else 0.0
 
     def _mean_held(self, sessions: Iterable[int]) -> float:

@@ -6,20 +6,17 @@ number of rows of all sessions together, never on which tokens these are.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from statistics import median
 from typing import Literal, Protocol, get_args
 
+from specbranch.core.cost_curves import Curve, ForestCosts, Recent
 from specbranch.core.orders import DraftOrder, Orders, Prefill, Reports, Span, Verify
 
-TIMES_KEPT = 15  # latest values that a median is taken of
 SLOPE = 0.05  # share of the seconds of one row that each further row of a target forward adds, until more is timed
 LANE = 0.05  # the same for each further row of a draft step
-LATEST = 31  # rounds of a size whose median counts, the time at load among them
-AT_LOAD = 4  # rounds that the time at load counts as
 PLANNING_SECONDS = 0.0001  # of the host for each session's plan, until it is timed
 PLAIN_ROUNDS = 2  # plain rounds that are timed first
 PRIOR_RUNS = 3  # runs that the first guess of the host's part of a kind of run counts as
@@ -32,7 +29,6 @@ Model = Literal["target", "draft"]
 # Kinds of runs: "draft" and the "verify" behind it are one round; "plain" and "lookup" verify without a draft, "lookup"
 # also counts a planned batch that verifies nothing.
 RunKind = Literal["plain", "lookup", "draft", "verify"]
-CostPoints = list[tuple[int, float]]  # seconds by rows, ascending
 Padded = Callable[[int], int]  # the rows of a forward to those it is computed with
 
 
@@ -117,6 +113,11 @@ class Costs(Protocol):
         """Return the seconds of a round with a draft before its verify, outside both models."""
         ...
 
+    @property
+    def forest(self) -> ForestCosts:
+        """What rounds of the forest take."""
+        ...
+
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
         """Return the seconds of one target forward over `tokens` rows, behind `context` tokens."""
         ...
@@ -124,73 +125,6 @@ class Costs(Protocol):
     def draft_seconds(self, width: int, context: float | None = None) -> float:
         """Return the seconds of one draft forward over `width` rows."""
         ...
-
-
-class Recent:
-    """The median of the latest values."""
-
-    def __init__(self, values: Sequence[float] = ()) -> None:
-        self.values: deque[float] = deque(values, maxlen=TIMES_KEPT)
-
-    def add(self, value: float) -> None:
-        """Take in a value."""
-        self.values.append(value)
-
-    @property
-    def median(self) -> float:
-        """The median; 0 while there is no value."""
-        return median(self.values) if self.values else 0.0
-
-
-class Curve:
-    """Seconds by rows: timed points, each corrected slowly by later rounds."""
-
-    def __init__(self, slope: float) -> None:
-        """`slope`: share of the seconds of one row that each further row adds, until more is timed."""
-        self.points: dict[int, float] = {}
-        self._slope = slope
-        self._sorted: CostPoints = []
-        self._latest: dict[int, deque[float]] = {}  # seconds of each size
-        self._first: dict[int, float] = {}  # what the first forward of a size took, if it was not timed at load
-
-    def set(self, rows: int, seconds: float) -> None:
-        """Note a time that was measured at load."""
-        self.points[rows] = seconds
-        self._sorted = sorted(self.points.items())
-
-    def seconds(self, rows: int) -> float:
-        """Return the seconds for so many rows."""
-        return seconds_at(self._sorted, rows, self._slope)
-
-    def covers(self, rows: int) -> bool:
-        """True if this size, or smaller and larger ones, have been timed."""
-        return bool(self.points) and self._sorted[0][0] <= rows <= self._sorted[-1][0]
-
-    def meet(self, rows: int, seconds: float) -> bool:
-        """Note a time of a size beyond the timed ones; returns False for any other size.
-
-        The first one may include a setup. So the shorter of the first two counts.
-        """
-        if self.covers(rows):
-            return False
-        if rows in self._first:
-            self.set(rows, min(self._first.pop(rows), seconds))
-        else:
-            self._first[rows] = seconds
-        return True
-
-    def meets(self, rows: int) -> bool:
-        """Note a round of a size; returns False for the very first: it may include a setup."""
-        if rows in self._latest:
-            return True
-        self._latest[rows] = deque([self.seconds(rows)] * AT_LOAD, maxlen=LATEST)
-        return False
-
-    def correct(self, rows: int, seconds: float) -> None:
-        """Take in the seconds of a round, on a machine as fast as at load: the median of the latest counts, the time at
-        load among them."""
-        self._latest[rows].append(seconds)
-        self.set(rows, median(self._latest[rows]))
 
 
 class MeasuredCosts:
@@ -218,6 +152,7 @@ class MeasuredCosts:
         self.hosts: dict[tuple[RunKind, int], Recent] = {}  # by the power of two of the sessions, too
         self.slow_downs: dict[Model, Recent] = {model: Recent() for model in get_args(Model)}
         self._ratios: deque[float] = deque(maxlen=FACTOR_RUNS)  # of the latest runs: seconds, by those timed at load
+        self.forest = ForestCosts()
         self.last_run: float | None = None  # seconds of the latest whole run, on a device that launches ahead
         self._ended: float | None = None
         self._plain_runs = 0  # that were timed
@@ -344,11 +279,21 @@ class MeasuredCosts:
             self._verified(span, 0)
         self._between([span], "plain", sessions)
 
-    def observe_forest(self, span: Span, sessions: int) -> None:
-        """Note a round that a device has planned by itself: only how long it took is known."""
-        self._drafted_before = False
-        if self.launches_ahead:
-            self._whole_run([span], "verify", sessions, None)
+    def observe_forest(self, span: Span, sessions: int, steps: Sequence[int] | None) -> None:
+        """Learn from a round that a device has planned by itself; `steps`: rows of the draft steps before its verify.
+
+        None: it says nothing, because it was not launched ahead, or because prompts were read in it.
+        """
+        self._drafted_before, ended = False, self._ended
+        self._whole_run([span], "verify", sessions, None)
+        if steps is not None and ended is not None and self.knows_target:
+            verify, drafts = self.target.seconds(self._rows(span.tokens)), sum([self.step.seconds(n) for n in steps])
+            whole = span.end - ended
+            if (expected := self.forest.expected(verify, drafts)) is not None:
+                if not self._ratios:  # a single round may be slow because a draft has caught up
+                    self._ratios.extend([1.0] * FACTOR_RUNS)
+                self._follow(whole, expected, not drafts)
+            self.forest.observe(whole / self.factor, verify, drafts)
 
     def _modelled(self, verifying: Span | None, steps: list[int]) -> float | None:
         """Return the seconds of a run's forwards, as they were timed at load; None: some were not."""
@@ -490,19 +435,3 @@ def _steps_of(report: Reports) -> list[int]:
         return list(report.tree.steps)
     longest = max((len(branch.confidence) for branch in report.branches), default=0)
     return [len(report.branches)] * longest
-
-
-def seconds_at(points: CostPoints, rows: int, slope: float) -> float:
-    """Interpolate between the timed numbers of rows; beyond them extrapolate by the slope between the ends."""
-    if not points:
-        return 0.0
-    at = bisect_left(points, (rows,))
-    if at < len(points) and points[at][0] == rows:
-        return points[at][1]
-    if 0 < at < len(points):
-        (x0, y0), (x1, y1) = points[at - 1], points[at]
-        return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
-    (x0, y0), (x1, y1) = points[0], points[-1]
-    rise = max((y1 - y0) / (x1 - x0), 0.0) if x1 > x0 else slope * y0
-    near = points[-1] if at else points[0]
-    return max(near[1] + rise * (rows - near[0]), 0.25 * near[1])

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from specbranch.core.trees import CLASSES, class_of
 
+MOST_COUNTED = 10**12  # of one class: far more than anybody measures
+
 
 class JudgedPosition(NamedTuple):
     """The draft's probabilities of its candidates at one position, best first, and the rank of the target's token."""
@@ -51,6 +53,18 @@ class DraftEvaluation:
     def covered(self) -> int:
         """The number of positions at which one of the candidates is the target's token."""
         return self.hits + sum(self.other.right)
+
+    @property
+    def fault(self) -> str | None:
+        """Say what is impossible about the counts; None: nothing."""
+        for name, counts in (("first", self.first), ("other", self.other)):
+            if not len(counts.met) == len(counts.right) == CLASSES:
+                return f"{name} candidates are counted in {len(counts.met)} classes; expected {CLASSES}"
+            if any(not 0 <= right <= met <= MOST_COUNTED for met, right in zip(counts.met, counts.right, strict=True)):
+                return f"a class of the {name} candidates has more that are right than were met, or an impossible count"
+        if self.positions < 1 or self.covered > self.positions:
+            return f"it has {self.positions} positions, and {self.covered} at which a candidate is the target's token"
+        return None
 
 
 NOT_EVALUATED = DraftEvaluation()

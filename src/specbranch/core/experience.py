@@ -53,6 +53,8 @@ USUAL_LOOK = (
     (0.94, 0.96, 0.65, 0.45),
     (0.96, 0.97, 0.7, 0.5),
 )
+# Initial shares of places from which on lookup is right for 1, 2, … tokens.
+USUAL_LOOKED = (0.2, 0.08, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01)
 # For the middle two columns: what is added to the candidate's log-odds if lookup proposes the same token.
 USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.5), (0.8, 1.8), (1.2, 2.0), (1.5, 2.4), (1.7, 2.8), (1.8, 2.9))
 # Observations that a class counts at most if it starts from the draft's evaluation, whose text is not the user's. This
@@ -127,6 +129,9 @@ class Insight:
         default_factory=lambda: [x for first, other in USUAL_SHIFT for x in (0.0, first, other, 0.0)]
     )
     looked_tokens: float = 0.3  # of lookup in a round, lately
+    looked_by_depth: list[float] = field(
+        default_factory=lambda: list(USUAL_LOOKED)
+    )  # how often lookup is right, lately
     beyond: float = 0.0  # tokens that a draft brought beyond what its first step promised, lately
     observations: int = 0  # how many were taken in
     news: list[News] | None = None  # what was learned since the last save; None: nothing is saved

@@ -19,14 +19,14 @@ from specbranch.errors import SpecBranchError
 if TYPE_CHECKING:  # costs are learned from orders, which contain wishes
     from specbranch.core.costs import Costs
 
-FOREST_VARIABLE = "SPECBRANCH_FOREST"  # 1: a device goes from verify to verify by itself
+FOREST_VARIABLE = "SPECBRANCH_FOREST"  # 0: no device goes from verify to verify by itself; 1: also a CPU, for tests
 NgramSizes = tuple[int, int]  # tokens of the longest and of the shortest n-gram
 ForestEnd = Literal["stop", "length", "not finite"]
 
 
-def wants_forests() -> bool:
-    """True if the user wants such rounds."""
-    return os.environ.get(FOREST_VARIABLE, "0") != "0"
+def wants_forests(is_gpu: bool) -> bool:
+    """True if such rounds are wanted on a device: on every GPU, unless the user says otherwise."""
+    return os.environ.get(FOREST_VARIABLE, "1" if is_gpu else "0") != "0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,13 @@ class ForestWish:
     """What a session's method wants of such a round."""
 
     growth: Growth  # bounds and chances of its tree; the batch's plan sets the prices
-    right: float  # how often the target chooses the draft's first candidate
-    looked: float  # tokens that lookup brings in a round, on average
+    right: float  # how often the target chooses the draft's first candidate in this text
+    covered: float  # and one of the draft's candidates
+    looked: tuple[float, ...]  # how often lookup is right, by depth; empty: there is none
     drafts: bool  # the draft may work for it
     looks: NgramSizes | None  # lookup may work for it
     costs: Costs
+    pay_probe: Callable[[float], bool]  # spends credit for a probe of so many seconds; False: there is too little
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,18 @@ class ForestReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ForestRound:
+    """A round of a session of which its method has not heard yet."""
+
+    tree: Tree
+    verified: list[int]  # nodes that had rows
+    path: list[int]  # nodes that were accepted
+    bonus: int | None  # the node of the last token; None: the tree has none, or it is on the path
+    taken: int  # tokens of it that were emitted
+    seconds: float  # between the ends of the round before and of this one
+
+
+@dataclass(frozen=True, slots=True)
 class ForestStep:
     """A round that a device computes, while the next one waits behind it."""
 
@@ -84,6 +98,7 @@ class ForestStep:
     ahead: bool  # it was launched before it was asked for
     launched: frozenset[int]  # sessions that take part in the next one
     failed: Mapping[int, SpecBranchError] = field(default_factory=dict)  # sessions that found no memory
+    steps: Sequence[int] = ()  # rows of the draft steps behind the round before, once this one is read
 
 
 @runtime_checkable

@@ -14,10 +14,10 @@ from statistics import fmean
 from typing import Protocol, runtime_checkable
 
 from specbranch.core.forest import ForestOrders, ForestPlan, ForestReport, ForestWish
-from specbranch.core.forest_plan import forest_plan
+from specbranch.core.forest_plan import MOST_FOREST_SESSIONS, PROBE_ROUNDS, forest_plan, probing
 from specbranch.core.members import Member
 from specbranch.core.orders import Orders, Prefill, Reports, Span, Verdict
-from specbranch.core.plain_loop import PlainHost
+from specbranch.core.plain_loop import PLAIN_ORDERS, PlainHost
 from specbranch.core.prefill_budget import Prefills
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
@@ -38,6 +38,7 @@ class ForestReports:
     launched: frozenset[int]  # sessions that take part in the round that is launched now
     failed: Mapping[int, SpecBranchError]
     reached: Mapping[int, int]  # tokens that the target holds after Prefill orders
+    steps: Sequence[int] | None = None  # rows of the draft steps before its verify; None: its time says nothing
 
 
 @runtime_checkable
@@ -91,9 +92,11 @@ class ForestLoop:
             return None
         members = [member for member in self._host.members.values() if not member.paused]
         decoding = [member for member in members if self._decodes(member)]
-        others = [member for member in members if member not in decoding]
+        taking_part = set(map(id, decoding))
+        others = [member for member in members if id(member) not in taking_part]
         prefilling = [member for member in others if member.uncomputed > 0]
         ends = len(prefilling) < len(others) or not any(_wish(member) for member in decoding)
+        ends = ends or len(members) > MOST_FOREST_SESSIONS
         if ends or (prefilling and self._prefills.limits.prompt_tokens is None):
             # what is in flight is read first, so that it is not in vain
             decoding = [member for member in decoding if member.session.number in self._launched]
@@ -111,8 +114,11 @@ class ForestLoop:
     def _decodes(self, member: Member) -> bool:
         """True if a session can take part now: its method leaves the round to the device, or asks for its next token
         alone."""
-        member.renew()
         orders, session = member.orders, member.session
+        if member.committed and member.plain_rounds > 1 and orders is not None and orders.forest is not None:
+            return True  # it goes on as before
+        member.renew()
+        orders = member.orders
         if orders is None or orders.verify is None or orders.draft is not None or member.uncomputed:
             return False
         return session.in_forest and orders.verify.is_plain
@@ -155,17 +161,18 @@ class ForestLoop:
             return self._plan[2]
         context = fmean(len(session.tokens) for session in sessions)
         plan = forest_plan(list(wishes.values()), context, len(sessions))
-        self._plan = numbers, PLAN_EVERY, plan
-        return plan
+        probe = probing(plan, list(wishes.values()), context)
+        self._plan = (numbers, PLAN_EVERY, plan) if probe is None else (numbers, PROBE_ROUNDS, probe)
+        return self._plan[2]
 
     def _deliver(
         self, decoding: Sequence[Member], prefills: Mapping[int, Orders], reports: ForestReports
     ) -> list[Session]:
         """Hand sessions what came back; returns who got anything."""
-        host, span, took_part = self._host, reports.span, list[Session]()
+        host, span, took_part, now = self._host, reports.span, list[Session](), self._host.now()
         self._launched = reports.launched
         if host.costs is not None:
-            host.costs.observe_forest(span, len(decoding))
+            host.costs.observe_forest(span, len(decoding), reports.steps)
         self._prefills.costs.observe(span, True, host.now(), False)
         for member in decoding:
             session = member.session
@@ -174,13 +181,32 @@ class ForestLoop:
                 host.deliver(member, Orders(), Reports(error=error, verifying=span))
             elif (report := reports.sessions.get(session.number)) is not None:
                 took_part.append(session)
-                self._hand_over(member, report, span)
+                several = _wish(member) and member.plain_rounds > 1 and host.trace is None and session.stats.emitted
+                if several and report.tokens and report.ended is None and not session.launched:
+                    self._commit(member, report, span, now)
+                else:
+                    member.renew()
+                    self._hand_over(member, report, span)
         for number, orders in prefills.items():
             member = host.members[number]
             took_part.append(member.session)
             error = reports.failed.get(number)
             host.deliver(member, orders, Reports(verifying=span, error=error, reached=reports.reached.get(number)))
         return took_part
+
+    def _commit(self, member: Member, report: ForestReport, span: Span, now: float) -> None:
+        """Give a session what a round brought; its method hears of the last one of several rounds."""
+        session, host = member.session, self._host
+        before = session.stats.emitted
+        try:
+            member.commit_forest(report, span.seconds, now)
+        except Exception as error:
+            host.fail(session, error)
+        if session.on_round:
+            found = Reports(verdict=Verdict((), report.tokens[-1]), verifying=span, tree=report.tree)
+            host.call_watcher(session, PLAIN_ORDERS, found, session.stats.emitted - before)
+        if session.finished:
+            host.remove(session)
 
     def _hand_over(self, member: Member, report: ForestReport, span: Span) -> None:
         """Hand a session the tree that was verified for it, and the verdict."""

@@ -7,80 +7,119 @@ depends on measured costs and acceptance rates, never on tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from statistics import fmean, median_low
 
-from specbranch.core.costs import Costs
 from specbranch.core.forest import ForestPlan, ForestWish
 from specbranch.core.market import MOST_LANES, MOST_ROWS
-from specbranch.core.planner import LOOKED
+from specbranch.core.trees import Growth
 
 STEPS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)  # draft steps of a round that are compared
+FOREST_WIDTHS = (2, 4, 8)  # rows of a session in a draft step; two, because an accepted leaf comes with the bonus token
 NODES = (0, 1, 3, 7, 15)  # nodes of a session in a verify, on average
 MOST_DRAFT_STEPS = STEPS[-1]
-ASKING_SESSIONS = 4  # up to so many the host asks the device before each further draft step whether it pays
-LATER_CANDIDATES = (
-    0.4,
-    0.15,
-)  # chances of the draft's second and third candidate, as shares of what the first one leaves
-FIRST_STEP_ROWS = 2  # committed tokens that the first draft step computes for a session, about
+ASKING_SESSIONS = (
+    1  # up to so many the host asks the device before each further draft step: any of them gets it for all
+)
+LATER_CANDIDATES = (0.65, 0.25)  # the second and third candidate, as shares of what is right beyond the first one
 NO_PRICE = 1e-9  # price of a draft step that is launched anyway
+LEAST_GAIN = 1.05  # times plain decoding that a batch has to be expected to gain: a change costs a few rounds
+# Sessions of a batch that decodes so, at most. With 64 on one H200 nine of ten requests decode at 0.98 of plain
+# decoding's rate, and whole batches end later: the verify has more rows than are free, and the host is busy.
+MOST_FOREST_SESSIONS = 16
+PROBE_ROUNDS = 4  # rounds of a probe: the draft is asked where it is not expected to pay
 
 
 def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> ForestPlan:
     """Plan a round of so many sessions, some of which have wishes; `context`: tokens of a session, on average."""
-    if not wishes:
+    if not wishes or not wishes[0].costs.knows_target or sessions > MOST_FOREST_SESSIONS:
         return ForestPlan(0, 0, sessions)
-    costs = wishes[0].costs
-    drafting = [wish for wish in wishes if wish.drafts] if costs.knows_draft else []
+    costs, drafting = wishes[0].costs, _drafting(wishes)
     looks = next((wish.looks for wish in wishes if wish.looks is not None), None)
-    if not costs.knows_target:
-        return ForestPlan(0, 0, sessions)
-    middle = median_low([wish.right for wish in drafting]) if drafting else 0.0
-    looked = fmean([wish.looked if wish.looks else 0.0 for wish in wishes])
-    lanes = max(min(MOST_LANES // max(len(drafting), 1), max(wish.growth.lanes for wish in wishes)), 1)
-    best, plain = (0.0, 0, 0), sessions / max(costs.target_seconds(sessions, context), 1e-12)
-    for steps in STEPS if drafting else (0,):
-        drafts = _draft_seconds(costs, context, steps, len(drafting), lanes)
-        reaches = sorted(_reaches(middle, steps, looked), reverse=True)
-        for nodes in NODES:
-            rows = sessions + nodes * len(wishes)
-            if rows > MOST_ROWS or (steps and not nodes):
-                continue
-            tokens = sessions + len(wishes) * sum(reaches[:nodes])
-            rate = tokens / max(costs.target_seconds(rows, context) + drafts, 1e-12)
-            best = max(best, (rate, -steps, nodes))
-    rate, steps, nodes = best
-    if rate <= plain:
-        return ForestPlan(0, 0, sessions)
-    wish = next((wish for wish in drafting if wish.right == middle), wishes[0])
-    steps, more, price = -steps, 0, (NO_PRICE,) * lanes
+    looked = [fmean(depth) for depth in zip(*[wish.looked for wish in wishes], strict=True)]
+    middle = median_low([(wish.right, wish.covered) for wish in drafting]) if drafting else (0.0, 0.0)
+    sizes = [(nodes, rows) for nodes in NODES if (rows := sessions + nodes * len(wishes)) <= MOST_ROWS]
+    verifies = [(nodes, costs.target_seconds(rows, context) + costs.forest.beside) for nodes, rows in sizes]
+    best = (0.0, 0, 0, 0)
+    for lanes, step in [(0, 0.0), *_lanes(drafting, context)]:
+        for steps in STEPS[1:] if lanes else STEPS[:1]:
+            reaches = _reaches(*middle, steps, lanes, looked)
+            for nodes, verify in verifies:
+                tokens = sessions + len(wishes) * sum(reaches[:nodes])
+                best = max(best, (tokens / max(verify + steps * step, 1e-12), -steps, nodes, lanes))
+    rate, steps, nodes, lanes = best
+    plain = sessions / max(costs.target_seconds(sessions, context), 1e-12)
+    if sessions > 1 and rate <= LEAST_GAIN * plain:
+        seconds = costs.target_seconds(sessions, context)
+        return ForestPlan(0, 0, sessions, gain=seconds / max(seconds + costs.forest.beside, 1e-12))
+    wish = next((wish for wish in drafting if (wish.right, wish.covered) == middle), wishes[0])
+    steps, more, price = -steps, 0, NO_PRICE
     if steps and sessions <= ASKING_SESSIONS:
-        steps, more = 1, MOST_DRAFT_STEPS - 1
-        each = rate / len(drafting)
-        price = tuple([each * costs.draft_seconds(len(drafting) * width, context) for width in range(1, lanes + 1)])
-    growth = replace(wish.growth, step=price, lanes=lanes, free_time=0.0, rows=max(nodes, 1), row_price=0.0)
+        step = costs.forest.drafting * costs.draft_seconds(len(drafting) * lanes, context)
+        steps, more, price = 1, MOST_DRAFT_STEPS - 1, rate * step / len(drafting)
+    growth = _growth(wish, max(lanes, 1), price, max(nodes, 1))
     return ForestPlan(steps, more, sessions + nodes * len(wishes), growth, looks, rate / plain)
 
 
-def _draft_seconds(costs: Costs, context: float, steps: int, sessions: int, lanes: int) -> float:
-    """Return the seconds of all draft steps of a round."""
+def probing(plan: ForestPlan, wishes: Sequence[ForestWish], context: float) -> ForestPlan | None:
+    """Return a plan that asks the draft once in each round, if the credit for probes covers that; it is paid then."""
+    drafting = _drafting(wishes)
+    if plan.steps + plan.more or not drafting:
+        return None
+    lanes, step = _lanes(drafting, context)[0]
+    if not drafting[0].pay_probe(PROBE_ROUNDS * step):
+        return None
+    growth = (
+        _growth(drafting[0], lanes, NO_PRICE, 1)
+        if plan.growth is None
+        else replace(plan.growth, lanes=lanes, step=(NO_PRICE,) * lanes)
+    )
+    return replace(plan, steps=1, growth=growth)
+
+
+def _drafting(wishes: Sequence[ForestWish]) -> list[ForestWish]:
+    """Return the wishes of sessions for which the draft may work."""
+    return [wish for wish in wishes if wish.drafts and wish.costs.knows_target and wish.costs.knows_draft]
+
+
+def _lanes(drafting: Sequence[ForestWish], context: float) -> list[tuple[int, float]]:
+    """Return the rows of a session in a draft step that are compared, with the seconds of such a step.
+
+    A device computes all rows of a step, also those that are not used.
+    """
+    if not drafting:
+        return []
+    costs, most = drafting[0].costs, max(wish.growth.lanes for wish in drafting)
+    widths = [lanes for lanes in FOREST_WIDTHS if lanes <= most and lanes * len(drafting) <= MOST_LANES] or [1]
+    each = [costs.forest.drafting * costs.draft_seconds(len(drafting) * lanes, context) for lanes in widths]
+    return list(zip(widths, each, strict=True))
+
+
+def _growth(wish: ForestWish, lanes: int, price: float, nodes: int) -> Growth:
+    return replace(wish.growth, step=(price,) * lanes, lanes=lanes, free_time=0.0, rows=nodes, row_price=0.0)
+
+
+def _reaches(right: float, covered: float, steps: int, lanes: int, looked: Sequence[float]) -> list[float]:
+    """Return what nodes of a tree bring after so many draft steps, best first; looked-up tokens are beside them.
+
+    `looked`: how often lookup is right, by depth. It brings what the draft's nodes of that depth have not.
+    """
     if not steps:
-        return 0.0
-    first = costs.draft_seconds(sessions * min(FIRST_STEP_ROWS, lanes), context)
-    return costs.draft_setup + first + (steps - 1) * costs.draft_seconds(sessions * lanes, context)
+        return list(looked)
+    beyond = [share * (1.0 - covered * right**at) if at < steps else share for at, share in enumerate(looked)]
+    return sorted([*_drafted(round(right, 2), round(covered, 2), lanes)[steps - 1], *beyond], reverse=True)
 
 
-def _reaches(right: float, steps: int, looked: float) -> Iterator[float]:
-    """Yield the chances of the nodes of a tree after so many draft steps, with looked-up tokens beside them."""
-    above = 1.0
-    for _ in range(steps):
-        yield above * right
-        yield from (above * (1.0 - right) * share for share in LATER_CANDIDATES)
-        above *= right
-    beside = (1.0 - right) if steps else 1.0  # what the draft has not said already
-    follows = looked / (1.0 + looked)
-    for _ in range(LOOKED):
-        beside *= follows
-        yield beside
+@lru_cache(maxsize=512)
+def _drafted(right: float, covered: float, lanes: int) -> tuple[tuple[float, ...], ...]:
+    """Return the chances of the likeliest drafted nodes, by draft steps: each extends the likeliest leaves."""
+    shares = (right, *[max(covered - right, 0.0) * share for share in LATER_CANDIDATES])
+    nodes, leaves, found = list[float](), [1.0], list[tuple[float, ...]]()
+    for _ in range(MOST_DRAFT_STEPS):
+        new = [reach * share for reach in leaves[:lanes] for share in shares]
+        nodes = sorted([*nodes, *new], reverse=True)[: NODES[-1]]
+        leaves = sorted([*leaves[lanes:], *new], reverse=True)[: NODES[-1]]
+        found.append(tuple(nodes))
+    return tuple(found)

@@ -8,7 +8,7 @@ alone.
 from __future__ import annotations
 
 from specbranch.core.arms import Arm, ArmRound
-from specbranch.core.drift import Drift
+from specbranch.core.drift import DRIFT_KEPT, Drift
 from specbranch.core.experience import Experience
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NOT_SCORED, Node, Tree, class_of, look_class, standing
@@ -17,6 +17,9 @@ BEYOND_PACE = 0.05  # weight of a round in what drafts bring beyond what they pr
 BEYOND_KEPT = 0.99  # of that, after a round without a draft
 MOST_BEYOND = 4.0  # tokens: a round counts at most that much
 SEEN_SHARE = 0.5  # weight of the accepted tokens of a round in what it brought; the expected ones have the rest
+USUAL_POSITIONS = 4.0  # positions that what is usual counts as, beside those of the present text
+USUAL_LOOKS = 4.0  # lookups that what is usual counts as, beside those of the present text
+LOOKS_KEPT = 0.9  # part of the counted lookups of a text that stays after one more
 LOOKED_PACE = 0.05  # weight of a round in the mean number of tokens that lookup brings
 SURE = 4  # candidates: computing a node was useful if the target's token is among this many; few others are verified
 
@@ -31,6 +34,8 @@ class Learning:
         self.experience, self.insight, self.costs = experience, experience.insight, experience.costs
         self._learns = learns
         self._drafted, self._looked = Drift(), Drift()
+        self._judged = self._hit = self._covered = 0.0  # positions of the latest tokens that the draft has scored
+        self._looks, self._looked_right = 0.0, [0.0] * len(self.insight.looked_by_depth)  # of the present text
         self.drift = 0.0  # of drafted tokens in the present text, in log-odds
         self.chances = self.insight.chances()
         self._promised: float | None = None  # tokens beyond its price that a draft of this round promised
@@ -68,9 +73,9 @@ class Learning:
         if not self._learns:
             return
         self._record_looked(tree, path)
+        self._pass_tokens(1 + len(path))
         if not len(tree):
             return
-        self._pass_tokens(1 + len(path))
         truth = [*(tree.nodes[n].token for n in path), token]
         for parent, true_token in zip((ROOT, *path), truth, strict=True):
             children = [tree.nodes[n] for n in tree.children(parent)]
@@ -82,7 +87,34 @@ class Learning:
                 self.insight.learn("cover", 0, covered)  # 0: the only class of this tally
                 hit = any(node.token == true_token and node.rank == 0 and node.said > 0.0 for node in children)
                 self.insight.learn("hits", 0, hit)
+                self._judged, self._hit, self._covered = self._judged + 1.0, self._hit + hit, self._covered + covered
         self._update_chances()
+
+    def hits_in_text(self) -> tuple[float, float]:
+        """Return how often the draft's first candidate is right in the present text, and one of its candidates."""
+        insight, count = self.insight, self._judged + USUAL_POSITIONS
+        right = (self._hit + USUAL_POSITIONS * insight.hits.shares()[0]) / count
+        covered = (self._covered + USUAL_POSITIONS * insight.covered) / count
+        return min(right, 0.99), min(max(covered, right), 0.995)
+
+    def record_lookup(self, tokens: int) -> None:
+        """Learn how many tokens lookup alone was right for, from one place of the text on."""
+        usual = self.insight.looked_by_depth
+        self._looks = LOOKS_KEPT * self._looks + 1.0
+        for at, share in enumerate(usual):
+            self._looked_right[at] = LOOKS_KEPT * self._looked_right[at] + (tokens > at)
+            usual[at] = share + LOOKED_PACE * ((tokens > at) - share)
+
+    def lookup_in_text(self) -> tuple[float, ...]:
+        """Return how often lookup is right in the present text, by depth."""
+        count, usual = self._looks + USUAL_LOOKS, self.insight.looked_by_depth
+        pairs = zip(self._looked_right, usual, strict=True)
+        return tuple([(right + USUAL_LOOKS * share) / count for right, share in pairs])
+
+    def pass_round(self, tree: Tree, path: list[int], taken: int) -> None:
+        """Let a round pass whose verdict is not learned from, except how many tokens lookup brought."""
+        self._record_looked(tree, path)
+        self._pass_tokens(taken)
 
     def record_plain(self, looked_up: LookedUp | None, token: int) -> None:
         """Learn from a plain round how good lookup is, at no cost: the target chose `token`."""
@@ -98,6 +130,8 @@ class Learning:
     def _pass_tokens(self, count: int) -> None:
         self._drafted.pass_tokens(count)
         self._looked.pass_tokens(count)
+        kept = DRIFT_KEPT**count
+        self._judged, self._hit, self._covered = kept * self._judged, kept * self._hit, kept * self._covered
 
     def _update_chances(self) -> None:
         """Compute the chances of the next trees: what is usual, and how far the present text is from that."""

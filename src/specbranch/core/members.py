@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specbranch.core.costs import MOST_UNCOMPUTED
+from specbranch.core.forest import ForestReport
 from specbranch.core.market import Offer
 from specbranch.core.methods import MethodRounds
 from specbranch.core.orders import Branch, Context, Draft, Orders, Prefill, Reports, TokenLogprobs
@@ -41,6 +42,12 @@ class Member:
     def commit(self, token: int, logprobs: TokenLogprobs | None, seconds: float) -> None:
         """Commit a token of a plain round, of which its method does not hear."""
         self.session.commit_plain(token, logprobs, seconds)
+        self.plain_rounds -= 1
+        self.prefill_done = self.committed = True
+
+    def commit_forest(self, report: ForestReport, verifying: float, now: float) -> None:
+        """Commit a round of the forest, of which its method hears later."""
+        self.session.commit_forest(report, verifying, now)
         self.plain_rounds -= 1
         self.prefill_done = self.committed = True
 

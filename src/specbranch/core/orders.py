@@ -358,8 +358,9 @@ class Orders:
 
     `prefill` is for the target, and comes without `verify`. An executor that waits for a device may run the `deferred`
     tasks first. `planned` is the round of a method that plans, for statistics and traces. `plain_rounds`: how many
-    rounds of plain decoding, this one included, the loop may make before it reports the last of them. `forest`: beside
-    the next token the device may draft and verify as it sees fit; the report has the tree that was verified.
+    rounds, of plain decoding or of the forest, this one included, the loop may make before it reports the last of them.
+    `forest`: beside the next token the device may draft and verify as it sees fit; the report has the tree that was
+    verified.
     """
 
     draft: DraftOrder | None = None

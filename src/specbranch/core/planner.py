@@ -10,6 +10,8 @@ proposed for nodes of the present tree.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, takewhile
@@ -24,7 +26,7 @@ from specbranch.core.market import ONCE, LaneGrant, LaneOffer, RowGrant, RowOffe
 from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, likeliest_nodes
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import NO_TREE, NOT_SCORED, GrowingTree, Growth, Tree, look_class, match_class, shifted
+from specbranch.core.trees import NO_TREE, NOT_SCORED, GrowingTree, Growth, Tree, look_class, match_class
 
 # Share of a draft step's price, split among the sessions that share the step. It bounds what a node is worth that the
 # draft computes during a verify: the draft could compute that node later, too.
@@ -102,6 +104,7 @@ class Planner:
         self._gain: tuple[tuple[int, ...], float] = ((), 0.0)  # of drafting, and what it was computed for
         self._row = 0.0  # price of one more row to verify, in tokens
         self._made_growth: Growth | None = None
+        self._followed: tuple[int, tuple[int, ...]] = (sys.maxsize, ())  # where lookup has proposed, and what
 
     @property
     def can_draft(self) -> bool:
@@ -224,9 +227,24 @@ class Planner:
 
     def forest_wish(self) -> ForestWish:
         """Return what a device needs to know that grows and verifies the trees of this session."""
-        right = shifted(min(self.insight.hits.shares()[0], 0.99), self.learning.drift)
-        looked = self.insight.looked_tokens if self._ngram_sizes else 0.0
-        return ForestWish(self._growth, right, looked, self.can_draft, self._ngram_sizes, self.costs)
+        right, covered = self.learning.hits_in_text()
+        looked = self.learning.lookup_in_text() if self._ngram_sizes else (0.0,) * LOOKED
+        sizes, probe = self._ngram_sizes, self.experience.pay_probe
+        return ForestWish(self._growth, right, covered, looked, self.can_draft, sizes, self.costs, probe)
+
+    def follow_lookup(self, tokens: Sequence[int]) -> None:
+        """Compare what lookup proposed with the text; `tokens`: as it is now. A device does the same with its rows.
+
+        So it is known what lookup alone would bring, whatever a round has verified.
+        """
+        start, proposed = self._followed
+        came = tokens[start:]
+        right = next((at for at, (one, other) in enumerate(zip(came, proposed, strict=False)) if one != other), None)
+        if right is None and len(came) < len(proposed):
+            return  # it is right so far
+        if came:
+            self.learning.record_lookup(len(proposed) if right is None else right)
+        self._followed = len(tokens), self.look_up()[1]
 
     def lane_offer(self, tree: Tree, uncomputed: int) -> LaneOffer | None:
         """Offer to draft before the verify; None: there is nothing to offer.

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from statistics import median
 
-from specbranch.core.costs import MeasuredCosts, seconds_at
+from specbranch.core.cost_curves import seconds_at
+from specbranch.core.costs import MeasuredCosts
 from specbranch.core.market import MOST_LANES, MOST_ROWS
 from specbranch.core.members import Member
 from specbranch.core.orders import Orders, Span, Verify

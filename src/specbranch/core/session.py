@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from specbranch.core.forest import ForestReport, ForestRound
 from specbranch.core.grammar import State, allowed_in_tree, pruned
 from specbranch.core.orders import (
     NOTHING,
@@ -32,7 +33,7 @@ from specbranch.core.request import Request
 from specbranch.core.round_clock import RoundClock
 from specbranch.core.sending import SendingLater
 from specbranch.core.stats import Stats
-from specbranch.core.trees import Growth, Tree
+from specbranch.core.trees import Growth, Tree, path_of
 from specbranch.errors import BadParameter
 
 Origin = Literal["target", "draft", "branch"]
@@ -67,6 +68,7 @@ class Session:
         self.in_forest = False  # a device can grow and verify its trees, see `core/forest.py`
         self.waited = 0.0  # seconds of rounds that ran without it; see `take_waited`
         self.state: State | None = request.constraint.start() if request.constraint else None  # of its grammar
+        self._rounds: list[ForestRound] = []  # of which its method has not heard
         self._watch = watch
         self._ending = request.ending_ids
         self._sent = {"draft": 0, "target": 0}
@@ -170,6 +172,29 @@ class Session:
         if logprobs is not None:
             self.logprobs.append(logprobs)
         self.stats.count_plain(seconds)
+
+    def commit_forest(self, report: ForestReport, verifying: float, now: float) -> None:
+        """Append what a round of the forest brought; its method hears of it later, by `take_rounds`.
+
+        `verifying`: seconds that the target worked; `now`: when the round ended.
+        """
+        tree, tokens = report.tree, report.tokens
+        path, bonus = path_of(tree, tokens)
+        taken = 0
+        for token in tokens:
+            self._append(token, "draft" if taken < len(path) else "target" if bonus is None else "branch")
+            taken += 1
+            if self.finished:
+                break
+        verified = [n for n, node in enumerate(tree.nodes) if node.sent]
+        self.stats.count_forest(tree, verified, path, bonus, taken, verifying)
+        self._rounds.append(ForestRound(tree, verified, path, bonus, taken, now - self.now))
+        self.now = now
+
+    def take_rounds(self) -> list[ForestRound]:
+        """Return the rounds of which its method has not heard, and forget them."""
+        rounds, self._rounds = self._rounds, []
+        return rounds
 
     def take_waited(self) -> float:
         """Return the seconds of rounds that ran without this session since the last call, and reset them."""

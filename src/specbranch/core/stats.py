@@ -181,6 +181,17 @@ class Stats(Fates):
         self.target_busy += seconds
         self._rejected = False
 
+    def count_forest(
+        self, tree: Tree, sent: Sequence[int], path: Sequence[int], hit: int | None, taken: int, seconds: float
+    ) -> None:
+        """Count a round of the forest, in which the target worked for some seconds; the rest as for `judge_tree`."""
+        self.end_round()
+        self.target_busy += seconds
+        if tree.nodes:
+            self.judge_tree(tree, sent, path, hit, taken)
+        else:
+            self.judge_plain()
+
     def judge_plain(self) -> None:
         """Count a verdict behind which no tree was verified."""
         self._verified(0, 0, missed=False)

@@ -7,10 +7,11 @@ and counting is deferred until the models work again, so a plan does not know th
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
-from specbranch.core.arms import Arm, ArmRound
+from specbranch.core.arms import Arm, ArmRound, shape_of
+from specbranch.core.forest import ForestRound
 from specbranch.core.goodput import Way
 from specbranch.core.learning import LookedUp
 from specbranch.core.market import LaneGrant, RowGrant
@@ -21,6 +22,9 @@ from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Growth, Tree, below, chosen, marked
 from specbranch.core.way_choice import WayChoice
+
+FEW_SESSIONS = 4  # up to so many their methods hear of each round of the forest
+FOREST_ROUNDS = 6  # rounds of the forest that the loop makes in a batch before a session's method hears of them
 
 # Yields Orders and Offers, is sent Reports and Grants, returns the tree kept and what the round was.
 TreeRound = Generator[Any, Any, tuple[Tree, ArmRound]]
@@ -47,6 +51,9 @@ def _decode(session: Session, planner: Planner, ways: WayChoice, deferred: Defer
         batch_size, since = session.batch_size, session.clock.rounds
         last_end, emitted = session.now, session.stats.emitted
         way = ways.choose(session, tree)
+        if session.in_forest and way == "planned" and batch_size > FEW_SESSIONS:
+            tree = yield from _forest_rounds_in_batch(session, planner, ways, tree, deferred)
+            continue
         if session.in_forest and (way == "planned" or batch_size == 1):
             tree, planned = yield from _forest_round(session, planner, tree, deferred)
             _end_round(session, planner, ways, planned, deferred, "planned", batch_size, since, last_end, emitted)
@@ -89,6 +96,7 @@ def _end_round(
 def _forest_round(session: Session, planner: Planner, tree: Tree, deferred: Deferred) -> TreeRound:
     """Leave a round to the device, which grows the tree and chooses what to verify; `tree`: what is left there."""
     session.stats.begin(tree.root_scored)
+    planner.follow_lookup(session.tokens)
     orders = Orders(verify=session.verify_plainly(), deferred=deferred, forest=planner.forest_wish())
     reports = yield orders
     deferred.run()
@@ -99,6 +107,63 @@ def _forest_round(session: Session, planner: Planner, tree: Tree, deferred: Defe
     verified = [n for n, node in enumerate(reports.tree.nodes) if node.sent]
     planned = ArmRound(reports.tree, verified, len(verified) + 1, len(session.tokens), session.batch_size)
     return _absorb(session, planner, reports.tree, verified, orders, reports, deferred), planned
+
+
+def _forest_rounds_in_batch(
+    session: Session, planner: Planner, ways: WayChoice, tree: Tree, deferred: Deferred
+) -> Generator[Any, Any, Tree]:
+    """Leave some rounds to the device: in a large batch every microsecond of a session counts.
+
+    The loop commits them, and reports the last one, which teaches acceptance. The sessions of a batch report in
+    different rounds. If the request ends meanwhile, this generator is closed, and what it has seen still counts.
+    """
+    batch_size, since, last_end, emitted = session.batch_size, session.clock.rounds, session.now, session.stats.emitted
+    rounds = FOREST_ROUNDS - (since + session.number) % FOREST_ROUNDS
+    planner.follow_lookup(session.tokens)
+    wish = planner.forest_wish()
+    try:
+        orders = Orders(verify=session.verify_plainly(), deferred=deferred, forest=wish, plain_rounds=rounds)
+        reports = yield orders
+        deferred.run()
+        began, ended, before = session.stats.emitted, session.now, session.take_rounds()
+        last_seconds = ended - last_end - sum([made.seconds for made in before])
+        plain = began - emitted - sum([made.taken for made in before])  # rounds that the loop made plainly
+        deferred.add(_count_rounds, session, planner, before, plain, last_seconds * plain / (plain + 1))
+        tree = reports.tree or NO_TREE
+        verified = [n for n, node in enumerate(tree.nodes) if node.sent]
+        planned = ArmRound(tree, verified, len(verified) + 1, len(session.tokens), batch_size)
+        tree = _absorb(session, planner, tree, verified, orders, reports, deferred)
+        deferred.add(_count_arm, session, planner, planned, session.stats.emitted - began, last_seconds / (plain + 1))
+        _end_rounds(ways, batch_size, session, emitted, last_end, rounds, since)
+        return tree
+    except GeneratorExit:
+        left = session.take_rounds()
+        plain = session.stats.emitted - emitted - sum([made.taken for made in left])
+        last_seconds = session.now - last_end - sum([made.seconds for made in left])
+        _count_rounds(session, planner, left, plain, last_seconds)
+        _end_rounds(ways, batch_size, session, emitted, last_end, len(left) + plain, since)
+        raise
+
+
+def _end_rounds(
+    ways: WayChoice, batch_size: int, session: Session, emitted: int, last_end: float, rounds: int, since: int
+) -> None:
+    if tokens := session.stats.emitted - emitted:
+        ways.record_round(batch_size, "planned", tokens, session.now - last_end, rounds, since)
+
+
+def _count_rounds(
+    session: Session, planner: Planner, rounds: Sequence[ForestRound], plain: int, plain_seconds: float
+) -> None:
+    """Count rounds that the loop has committed; some of them were plain decoding."""
+    if plain:
+        for arms in (session.stats.arms, planner.experience.arms):
+            arms.add("plain", Arm(plain, plain, plain_seconds))
+    for made in rounds:
+        counted = Arm(1, made.taken, made.seconds)
+        for arms in (session.stats.arms, planner.experience.arms):
+            arms.add(shape_of(made.tree, made.verified), counted)
+        planner.learning.pass_round(made.tree, made.path, made.taken)
 
 
 def _planned_round(session: Session, planner: Planner, tree: Tree, deferred: Deferred) -> TreeRound:
@@ -175,6 +240,8 @@ def _plain_rounds_in_batch(session: Session, ways: WayChoice, planner: Planner, 
     """
     batch_size, last_end, stats, since = session.batch_size, session.now, session.stats, session.clock.rounds
     emitted = stats.emitted
+    if session.in_forest:
+        planner.follow_lookup(session.tokens)
     rounds = min(ways.plain_rounds(session), session.room)
     try:
         orders = Orders(verify=session.verify_plainly(), deferred=deferred, plain_rounds=rounds)
@@ -244,6 +311,8 @@ def _absorb(
         deferred.add(planner.learning.record_verdict, tree, path[: taken - 1], last_token)
     else:
         deferred.add(session.stats.judge_plain)
+        if orders.forest is not None:  # the text has gone on
+            deferred.add(planner.learning.record_verdict, tree, [], last_token)
     planner.record_forwards(orders, reports, taken, session.take_waited())
     return below(tree, bonus) if bonus is not None and not ended_on_path else NO_TREE
 

@@ -310,6 +310,21 @@ class GrowingTree:
         return Tree(tuple(self.nodes), self.root_scored, tuple(self.steps))
 
 
+def path_of(tree: Tree, tokens: Sequence[int]) -> tuple[list[int], int | None]:
+    """Return the verified nodes of a tree that a verdict's tokens follow, and the node of the token behind them.
+
+    That token is the target's own, so its node was not verified; None: there is no such node, or no such token.
+    """
+    path, here = list[int](), ROOT
+    for token in tokens if tree.nodes else ():
+        found = tree.child(here, token)
+        if found is None or not tree.nodes[found].sent:
+            return path, found
+        path.append(found)
+        here = found
+    return path, None
+
+
 def chosen(tree: Tree, numbers: Sequence[int]) -> Tree:
     """Return a part of a tree, renumbered in the order given; it has to hold the parents of its nodes."""
     renumbered = {n: at for at, n in enumerate(numbers)}

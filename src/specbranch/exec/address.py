@@ -17,6 +17,7 @@ from specbranch.errors import BadParameter
 KEY_VARIABLE = "SPECBRANCH_LINK_KEY"  # the shared secret
 CA_VARIABLE = "SPECBRANCH_LINK_CA"  # a file of certificates that a target trusts, instead of the system's
 SCHEMES = ("tcp", "tls")
+BY_NAME = ("ray",)  # ray://NAME: draft workers that are found by a name (`finding`)
 LEAST_KEY = 16  # characters of a secret: who overhears a greeting can try out short ones
 EXPECTED = "expected tcp://HOST:PORT, or tls://HOST:PORT for a worker with a certificate"
 
@@ -52,8 +53,8 @@ class LinkAddress:
 
 
 def is_link(draft: str | None) -> bool:
-    """True if a draft's name is the address of a draft worker."""
-    return draft is not None and draft.partition("://")[0] in SCHEMES and "://" in draft
+    """True if a draft's name is the address of a draft worker, a list of addresses, or a name to find workers by."""
+    return draft is not None and draft.partition("://")[0] in (*SCHEMES, *BY_NAME) and "://" in draft
 
 
 def is_loopback(host: str) -> bool:

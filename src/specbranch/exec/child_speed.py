@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specbranch.core.costs import Recent
+from specbranch.core.cost_curves import Recent
 from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Effort, Grow, Prefill
 from specbranch.core.trees import Tree
 

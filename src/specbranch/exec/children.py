@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from specbranch.core.draft_evaluation import DraftEvaluation
 from specbranch.exec.child_speed import ChildLimits
 from specbranch.exec.link import Link, StreamLink
 from specbranch.exec.messages import Hello, Recipe, Served
@@ -64,6 +65,11 @@ class DraftSource(Protocol):
         """What the worker has said of its draft, if it was not started here."""
         ...
 
+    @property
+    def evaluation(self) -> DraftEvaluation | None:
+        """The draft's evaluation, if the worker has sent it."""
+        ...
+
     def start(self, again: bool = False) -> Child:
         """Start one; it sends Ready once it can draft. `again`: it replaces a lost one."""
         ...
@@ -77,6 +83,7 @@ class Spawn:
     longest_wait = 60.0
     eager = False
     served: Served | None = None
+    evaluation: DraftEvaluation | None = None
 
     def __init__(self, recipe: Recipe, limits: ChildLimits | None = None) -> None:
         self.limits = limits or ChildLimits()

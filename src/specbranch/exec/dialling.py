@@ -7,22 +7,40 @@ Whatever the worker does meanwhile, the link is made or lost within the limits o
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+from specbranch.core.draft_evaluation import NOT_EVALUATED, DraftEvaluation
+from specbranch.core.trees import EDGES
 from specbranch.errors import ModelError, SpecBranchError
-from specbranch.exec.address import CA_VARIABLE, LinkAddress, link_key
+from specbranch.exec.address import CA_VARIABLE, LinkAddress
 from specbranch.exec.child_speed import ChildLimits
 from specbranch.exec.children import MOST_MESSAGE, Child
+from specbranch.exec.finding import Finder, Found, Listed
 from specbranch.exec.greeting import GREETING_SECONDS, Refused, as_stream, connect
 from specbranch.exec.link import LinkLost, StreamLink
-from specbranch.exec.messages import Broken, Join, Ready, Served, TellTokens, Tokens, WireMessage
+from specbranch.exec.messages import (
+    Broken,
+    Evaluated,
+    Join,
+    Ready,
+    Served,
+    TellEvaluation,
+    TellTokens,
+    Tokens,
+    WireMessage,
+)
 from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
 
 DIALLED_LIMITS = ChildLimits(start=30.0, grace=0.25, unmeasured=0.75)  # then a round goes on without its draft
+log = logging.getLogger("specbranch")
+
+MOST_EVALUATION = 1 << 16  # bytes
 LONGEST_REDIAL_WAIT = 5.0  # seconds; asking whether a worker is back costs nothing
 
 MAY_HAPPEN = (Refused, LinkLost, BadMessage, SpecBranchError, OSError)  # while a worker is being reached
@@ -110,18 +128,22 @@ class Dialling:
 
 
 class Dial:
-    """A draft worker at an address."""
+    """A draft worker at an address, or wherever it is found."""
 
     longest_wait = LONGEST_REDIAL_WAIT
     eager = True
 
-    def __init__(self, address: LinkAddress, target: TargetVocabulary, limits: ChildLimits | None = None) -> None:
-        self.address, self.limits = address, limits or DIALLED_LIMITS
-        self.name = f"the draft worker at {address}"
-        self.unavailable = f"There is no draft from {address}"
+    def __init__(
+        self, where: LinkAddress | Finder, target: TargetVocabulary, limits: ChildLimits | None = None
+    ) -> None:
+        self._finder = Listed((where,)) if isinstance(where, LinkAddress) else where
+        self.limits = limits or DIALLED_LIMITS
+        self.name = f"the draft worker at {self._finder.name}"
+        self.unavailable = f"There is no draft from {self._finder.name}"
         self.served: Served | None = None
+        self.evaluation: DraftEvaluation | None = None
         self._target = target
-        self._key, self._trusted = link_key(address), os.environ.get(CA_VARIABLE)
+        self._trusted = os.environ.get(CA_VARIABLE)
 
     def start(self, again: bool = False) -> Child:
         """Start to dial."""
@@ -136,7 +158,15 @@ class Dial:
             raise ModelError(f"{self.unavailable}: {str(error).rstrip('.')}.") from error
 
     def _make(self, seconds: float = GREETING_SECONDS) -> StreamLink:
-        stream, round_trip = connect(self.address, self._key, self._trusted)
+        """Look for workers, and make a link to the first one that answers; raises what the last one said."""
+        *others, last = self._finder.find()
+        for found in others:
+            with suppress(*MAY_HAPPEN):
+                return self._linked(found, seconds)
+        return self._linked(last, seconds)
+
+    def _linked(self, found: Found, seconds: float) -> StreamLink:
+        stream, round_trip = connect(found.address, found.key, self._trusted)
         link = StreamLink(as_stream(stream), MOST_MESSAGE, round_trip)
         try:
             self._agree(link, time.monotonic() + seconds)
@@ -152,13 +182,30 @@ class Dial:
             raise Refused(f"it said {type(served).__name__} instead of what it serves")
         if self.served is not None and served.fingerprint != self.served.fingerprint:
             raise Refused(f"a worker with another vocabulary has taken its place (draft {served.name!r})")
-        link.post(to_bytes(Join(self._shared(link, served, end))))
+        shared = self._shared(link, served, end)
+        if self.served is None:
+            self.evaluation = self._told_evaluation(link, end)
+        link.post(to_bytes(Join(shared)))
         answer = _heard(link, end, keep=True)
         if isinstance(answer, Broken):
             raise Refused(answer.reason[:500])
         if not isinstance(answer, Ready):
             raise Refused(f"it said {type(answer).__name__} where Ready was expected")
         self.served = served
+
+    def _told_evaluation(self, link: StreamLink, end: float) -> DraftEvaluation | None:
+        """Return the draft's evaluation, None if it has none; one that makes no sense is ignored."""
+        link.post(to_bytes(TellEvaluation()))
+        data = _bytes_heard(link, end)
+        try:
+            return _evaluation(data)
+        except BadMessage as bad:
+            log.warning(
+                "The evaluation of the draft at %s is ignored (%s); the planner starts with built-in figures.",
+                self._finder.name,
+                str(bad)[:200].rstrip("."),
+            )
+            return None
 
     def _shared(self, link: StreamLink, served: Served, end: float) -> int:
         """Return how many ids from 0 on both models share, or raise VocabularyMismatch."""
@@ -171,12 +218,31 @@ class Dial:
         return self._target.compare(answer.size, answer.tokens)
 
 
+def _evaluation(data: bytes) -> DraftEvaluation | None:
+    """Read an evaluation, None if there is none; raises BadMessage for a bad one."""
+    if len(data) > MOST_EVALUATION:
+        raise BadMessage(f"it has {len(data):,} bytes; at most {MOST_EVALUATION:,} are expected")
+    answer = from_bytes(data)
+    if not isinstance(answer, Evaluated):
+        raise BadMessage(f"the worker said {type(answer).__name__} instead of it")
+    if answer.evaluation == NOT_EVALUATED:
+        return None
+    fault = answer.evaluation.fault if answer.edges == EDGES else "it has other classes"
+    if fault is not None:
+        raise BadMessage(fault)
+    return answer.evaluation
+
+
 def _heard(link: StreamLink, end: float, keep: bool = False) -> WireMessage:
     """Wait for a message; `keep`: it stays in the link."""
+    return from_bytes(_bytes_heard(link, end, keep))
+
+
+def _bytes_heard(link: StreamLink, end: float, keep: bool = False) -> bytes:
     while (data := link.peek()) is None:
         if (left := end - time.monotonic()) <= 0.0:
             raise Refused("it does not answer; it may be busy with the draft of another target")
         link.pump(left)
     if not keep:
         link.drop()
-    return from_bytes(data)
+    return data

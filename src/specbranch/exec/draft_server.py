@@ -1,7 +1,7 @@
 """A draft worker on a network: one draft model, and the sessions of several targets.
 
-Owns the loop of the worker: it takes messages of all connections, and gives the model to one target's order after the
-other, in turns. The door (`door`) runs in threads of its own, the model in the thread that calls `run` alone.
+Owns the loop of the worker: it takes messages of all connections, and steps the orders of all targets together
+(`draft_batch`). The door (`door`) runs in threads of its own, the model in the thread that calls `run` alone.
 Invariants: whatever one connection sends or does not read costs that connection only. A connection that ends leaves
 nothing behind.
 """
@@ -16,20 +16,37 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import count
 
+from specbranch.core.draft_evaluation import NOT_EVALUATED, DraftEvaluation
+from specbranch.core.trees import EDGES
 from specbranch.exec.children import MOST_MESSAGE
 from specbranch.exec.door import Door
-from specbranch.exec.draft_service import DraftFailed, DraftService
+from specbranch.exec.draft_batch import DraftBatch
+from specbranch.exec.draft_round import DraftRound, Others
+from specbranch.exec.draft_service import DraftFailed, DraftService, raise_failure
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.greeting import as_stream
 from specbranch.exec.link import LinkLost, StreamLink
-from specbranch.exec.messages import Broken, Join, Ready, Served, TellTokens, Tokens, WireMessage, Work
+from specbranch.exec.messages import (
+    Broken,
+    Evaluated,
+    Join,
+    Ready,
+    Served,
+    TellEvaluation,
+    TellTokens,
+    Tokens,
+    WireMessage,
+    Work,
+)
 from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
 
 log = logging.getLogger("specbranch.draft_worker")
 
 MOST_TARGETS = 64  # connections at a time
+MESSAGES_AT_ONCE = 256  # of one target, before others have their turn
 FAILURES_IN_A_ROW = 3  # of the draft, after which the worker gives up: its device may be broken
 LAST_WORDS = 0.05  # seconds to write why a connection is closed
 
@@ -41,9 +58,12 @@ class WorkerFailed(Exception):
 class Connection:
     """A target's connection: it never waits for the target."""
 
-    def __init__(self, link: StreamLink, who: str, drafter: Drafter, numbers: Iterator[int]) -> None:
+    def __init__(
+        self, link: StreamLink, who: str, drafter: Drafter, numbers: Iterator[int], others: Others | None = None
+    ) -> None:
         self.link, self.who = link, who
-        self.service = DraftService(drafter, self, numbers)
+        self.service = DraftService(drafter, self, numbers, others)
+        self.round: DraftRound | None = None  # its order at work
         self.joined = False
 
     def send(self, message: WireMessage) -> None:
@@ -74,11 +94,13 @@ class DraftServer:
         listener: socket.socket,
         key: bytes = b"",
         context: ssl.SSLContext | None = None,
+        evaluation: DraftEvaluation = NOT_EVALUATED,
     ) -> None:
-        self._drafter, self._served, self._tokens = drafter, served, tokens
+        """`evaluation`: of the draft; targets plan by it until they have seen verdicts of their own."""
+        self._drafter, self._served, self._tokens, self._evaluation = drafter, served, tokens, evaluation
         self._numbers = count()
         self._connections: dict[int, Connection] = {}  # by descriptor
-        self._turns: deque[int] = deque()  # descriptors; the next one to have its turn is first
+        self._batch = DraftBatch(drafter)
         self._arrived: deque[tuple[socket.socket, str]] = deque()  # through the door
         self._stopping = False
         self._failures = 0
@@ -89,18 +111,23 @@ class DraftServer:
         self._poll.register(self._rung, select.POLLIN)
         self._door = Door(listener, key, context, self._let_in)
 
+    @property
+    def targets(self) -> int:
+        """How many targets are connected; any thread may read it."""
+        return len(self._connections)
+
     def run(self) -> None:
         """Serve until `stop`; raises WorkerFailed if the draft fails again and again."""
         try:
             while not self._stopping:
-                self._wait()
-                while not self._stopping and self._take_turns():
-                    self._wait(0.0)
+                self._wait(0.0 if self._carry_on() else None)
+            while len(self._batch):  # each ends after its present step
+                self._draft()
         finally:
             self._close()
 
     def stop(self, *_: object) -> None:
-        """Stop after the present order; a signal handler may call it. The second call interrupts."""
+        """Stop after the present step; a signal handler may call it. The second call interrupts."""
         if self._stopping:
             signal.default_int_handler(signal.SIGINT, None)
         self._stopping = True
@@ -132,47 +159,67 @@ class DraftServer:
             stream.close()
             log.warning("Refused a target at %s: there are %d already.", who, MOST_TARGETS)
             return
-        connection = Connection(StreamLink(as_stream(stream), MOST_MESSAGE), who, self._drafter, self._numbers)
-        self._connections[connection.link.fileno()] = connection
-        self._turns.append(connection.link.fileno())
-        self._poll.register(connection.link, select.POLLIN)
+        link = StreamLink(as_stream(stream), MOST_MESSAGE)
+        others = Others(self._has_others, partial(self._others_wait, link.fileno()), lambda: self._stopping)
+        connection = Connection(link, who, self._drafter, self._numbers, others)
+        self._connections[link.fileno()] = connection
+        self._poll.register(link, select.POLLIN)
         self._attempt(connection, self._introduce)
 
     def _introduce(self, connection: Connection) -> bool:
         connection.send(self._served)
         return True
 
-    def _take_turns(self) -> bool:
-        """Give each connection one turn; returns whether any had something to do."""
-        busy = False
-        for _ in range(len(self._turns)):
-            if self._stopping or not self._turns:
-                return False
-            self._turns.rotate(-1)
-            connection = self._connections[self._turns[-1]]
-            busy |= self._attempt(connection, self._turn)
-        return busy
+    def _has_others(self) -> bool:
+        return len(self._connections) > 1
 
-    def _turn(self, connection: Connection) -> bool:
-        """Carry out messages up to the first order; returns whether there were any."""
+    def _others_wait(self, descriptor: int) -> bool:
+        """True if another round is at work, or something comes from another target."""
+        return len(self._batch) > 1 or any(ready != descriptor for ready, _ in self._poll.poll(0))
+
+    def _carry_on(self) -> bool:
+        """Carry out what has come, and take a step; returns whether there was anything to do."""
+        busy = False
+        for connection in list(self._connections.values()):
+            if connection.round is None:
+                busy |= self._attempt(connection, self._take_messages)
+        return self._draft() or busy
+
+    def _take_messages(self, connection: Connection) -> bool:
+        """Carry out messages up to the first order, which joins the others; returns whether there were any."""
         worked = False
-        while (message := connection.service.next()) is not None:
+        for _ in range(MESSAGES_AT_ONCE):
+            if connection.round is not None or (message := connection.service.next()) is None:
+                break
             worked = True
             if not connection.joined:
                 self._meet(connection, message)
-                continue
-            rounds = connection.service.rounds
-            connection.service.answer(message)
-            if connection.service.rounds > rounds:
-                self._failures = 0
-            if isinstance(message, Work):
-                break
+            elif isinstance(message, Work):
+                connection.round = connection.service.begin(message)
+            else:
+                connection.service.answer(message)
+        if connection.round is not None:
+            self._batch.join(connection.round)
         return worked
+
+    def _draft(self) -> bool:
+        """Take a step of all rounds; returns whether there are any."""
+        drafting = len(self._batch) > 0
+        for round_, error in self._batch.step() if drafting else ():
+            connection = next(one for one in self._connections.values() if one.round is round_)
+            connection.round = None
+            if error is None:
+                self._failures = 0
+            else:
+                self._attempt(connection, partial(_failed, error))
+        return drafting
 
     def _meet(self, connection: Connection, message: WireMessage) -> None:
         match message:
             case TellTokens():
                 connection.send(Tokens(self._served.vocabulary, dict(self._tokens)))
+            case TellEvaluation():
+                connection.send(Evaluated(self._evaluation, EDGES))
             case Join(vocabulary) if vocabulary >= self._served.vocabulary:
                 connection.joined = True
                 connection.send(Ready())
@@ -208,7 +255,8 @@ class DraftServer:
             connection.link.pump(LAST_WORDS)
         self._poll.unregister(descriptor)
         del self._connections[descriptor]
-        self._turns.remove(descriptor)
+        if connection.round is not None:
+            self._batch.leave(connection.round)
         connection.service.close()
         connection.link.close()
         log.info("The target at %s has left: %s.", connection.who, why.rstrip("."))
@@ -225,4 +273,9 @@ class DraftServer:
 
 def _move(connection: Connection) -> bool:
     connection.link.pump()
+    return True
+
+
+def _failed(error: Exception, connection: Connection) -> bool:
+    raise_failure(error)
     return True

@@ -1,50 +1,26 @@
-"""Carries out the orders of one target with a draft worker, and answers them over a channel.
+"""Takes the messages of one target in a draft worker: opens and frees its sessions, and makes rounds of its orders.
 
 Owns the target's sessions (each has a number of its own in the worker, which may serve several targets), and the
-messages that come while a round is drafted. How to draft is `drafter`'s; links are the channel's. Invariant: after
-`close` the worker holds nothing of this target.
+messages that come while a round is drafted. How a round is drafted is `draft_round`'s; links are the channel's.
+Invariant: after `close` the worker holds nothing of this target.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import count
-from typing import Protocol, TypeVar
 
-from specbranch.core.orders import Branch, DraftOrder, Effort, Grow
+from specbranch.core.orders import DraftOrder, Grow
 from specbranch.core.slots import ROOT
+from specbranch.exec.draft_batch import DraftBatch
+from specbranch.exec.draft_round import Channel, DraftRound, Others
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.link import LinkLost
-from specbranch.exec.messages import (
-    Enough,
-    HeadsDrawn,
-    Leave,
-    Open,
-    RoundDrafted,
-    StaleHolding,
-    TargetDone,
-    WireMessage,
-    Work,
-)
+from specbranch.exec.messages import Enough, Leave, Open, StaleHolding, TargetDone, WireMessage, Work
 from specbranch.exec.wire import BadMessage
 
 MOST_SESSIONS = 4096  # of one target at a time
-MOST_WAITING = 2 * MOST_SESSIONS  # messages that may come while a round is drafted
-Value = TypeVar("Value")
-
-
-class Channel(Protocol):
-    """The worker's end of a link, in messages."""
-
-    def send(self, message: WireMessage) -> None:
-        """Send a message."""
-        ...
-
-    def look(self) -> WireMessage | None:
-        """Return the next message if it is there; raises LinkLost once the target is gone."""
-        ...
 
 
 class DraftFailed(Exception):
@@ -54,20 +30,23 @@ class DraftFailed(Exception):
 class DraftService:
     """One target's sessions in a draft worker."""
 
-    def __init__(self, drafter: Drafter, channel: Channel, numbers: Iterator[int] | None = None) -> None:
-        """`numbers`: of the worker's sessions; services of one worker share them."""
-        self._drafter, self._channel = drafter, channel
+    def __init__(
+        self, drafter: Drafter, channel: Channel, numbers: Iterator[int] | None = None, others: Others | None = None
+    ) -> None:
+        """`numbers`: of the worker's sessions; services of one worker share them. `others`: the worker's other
+        targets."""
+        self._drafter, self._channel, self._others = drafter, channel, others or Others()
         self._numbers = numbers or count()
         self._own: dict[int, int] = {}  # the worker's number of each of the target's sessions
         self._waiting: deque[WireMessage] = deque()  # what came while a round was drafted
-        self.rounds = 0  # that were drafted
 
     def next(self) -> WireMessage | None:
         """Return the next message if it is there."""
         return self._waiting.popleft() if self._waiting else self._channel.look()
 
     def answer(self, message: WireMessage) -> None:
-        """Carry out a message; raises DraftFailed if the draft cannot, BadMessage if nobody could."""
+        """Carry out a message, an order to its end; raises DraftFailed if the draft cannot, BadMessage if nobody
+        could."""
         match message:
             case Open(session, request):
                 self._free(session)
@@ -79,7 +58,8 @@ class DraftService:
             case Leave(session):
                 self._free(session)
             case Work():
-                self._work(message)
+                if (round_ := self.begin(message)) is not None:
+                    _draft(self._drafter, round_)
             case TargetDone() | Enough():
                 pass  # came after the round was drafted
             case _:
@@ -94,38 +74,35 @@ class DraftService:
         if (number := self._own.pop(session, None)) is not None:
             self._drafter.free(number)
 
-    def _work(self, work: Work) -> None:
+    def begin(self, work: Work) -> DraftRound | None:
+        """Return the round of an order; None if it is answered already, because it has to be sent again."""
         if unknown := work.orders.keys() - self._own.keys():
             raise BadMessage(f"Session {min(unknown)} was never opened.")
         orders = {self._own[session]: order for session, order in work.orders.items()}
         for order in orders.values():
             _check(order)
-        try:
-            self._draft(work, orders)
-        except (LinkLost, BadMessage):
-            raise
-        except Exception as error:
-            raise DraftFailed(f"{type(error).__name__}: {error}") from error
-
-    def _draft(self, work: Work, orders: dict[int, DraftOrder]) -> None:
-        drafter, theirs = self._drafter, {number: session for session, number in self._own.items()}
-        if stale := tuple(theirs[number] for number, order in orders.items() if drafter.stale(number, order.on)):
+        names = {self._own[session]: session for session in work.orders}
+        if stale := tuple(names[number] for number, order in orders.items() if self._drafter.stale(number, order.on)):
             self._channel.send(StaleHolding(work.ticket, stale))
-            return
-        start, fed = time.perf_counter(), drafter.rows_fed
+            return None
+        return DraftRound(self._drafter, self._channel, work.ticket, orders, names, self._waiting, self._others)
 
-        def announce(heads: dict[int, Branch]) -> None:
-            if any(order.announces for order in orders.values()):
-                self._channel.send(HeadsDrawn(work.ticket, _renamed(heads, theirs)))
 
-        target = _Target(self._channel, work.ticket, self._waiting)
-        drafter.enough = target.wants_answer
-        made = drafter.draft(orders, target.is_done, announce)
-        counts = drafter.prefill_counts()  # also of other targets' sessions
-        prompts = _renamed({number: counts[number] for number in orders if number in counts}, theirs)
-        effort = Effort(time.perf_counter() - start, drafter.rows_fed - fed, prompts)
-        self.rounds += 1
-        self._channel.send(RoundDrafted(work.ticket, _renamed(made, theirs), effort))
+def raise_failure(error: Exception) -> None:
+    """Raise what ended a round: what is wrong with its link, or DraftFailed."""
+    if isinstance(error, (LinkLost, BadMessage)):
+        raise error
+    raise DraftFailed(f"{type(error).__name__}: {error}") from error
+
+
+def _draft(drafter: Drafter, round_: DraftRound) -> None:
+    """Draft a round by itself."""
+    batch = DraftBatch(drafter)
+    batch.join(round_)
+    while len(batch):
+        for ended in batch.step():
+            if ended.error is not None:
+                raise_failure(ended.error)
 
 
 def _check(order: DraftOrder) -> None:
@@ -136,35 +113,3 @@ def _check(order: DraftOrder) -> None:
         for n, node in enumerate(order.tree.nodes):
             if node.token < 0 or not ROOT <= node.parent < n:
                 raise BadMessage(f"Node {n} of a tree has token {node.token} and parent {node.parent}.")
-
-
-def _renamed(values: Mapping[int, Value], names: Mapping[int, int]) -> dict[int, Value]:
-    """Return values by the target's numbers."""
-    return {names[number]: value for number, value in values.items()}
-
-
-class _Target:
-    """Receives a target's messages about the present round while it is drafted; it keeps all others for later."""
-
-    def __init__(self, channel: Channel, ticket: int, waiting: deque[WireMessage]) -> None:
-        self._channel, self._ticket, self._waiting = channel, ticket, waiting
-        self._done = self._wants_answer = False
-
-    def is_done(self) -> bool:
-        """True if the target has finished."""
-        self._hear()
-        return self._done or self._wants_answer
-
-    def wants_answer(self) -> bool:
-        """True if the target wants the answer now."""
-        self._hear()
-        return self._wants_answer
-
-    def _hear(self) -> None:
-        while not self._wants_answer and (message := self._channel.look()) is not None:
-            self._done |= message == TargetDone(self._ticket)
-            self._wants_answer |= message == Enough(self._ticket)
-            if not isinstance(message, TargetDone | Enough):
-                self._waiting.append(message)
-            if len(self._waiting) > MOST_WAITING:
-                raise BadMessage(f"More than {MOST_WAITING} messages came while a round was drafted.")

@@ -1,7 +1,8 @@
 """The draft's worker: drafts for several sessions in step, one forward a step for all their lanes.
 
-Owns how lanes fork and extend; trees are in `grower`. Invariant under the ratio rule: what a lane keeps never depends
-on a token drawn after it.
+Owns how lanes fork and extend; trees are in `grower`. A drafting is a generator, so that several of them can share
+their forwards (`draft_batch`). Invariant under the ratio rule: what a lane keeps never depends on a token drawn after
+it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from specbranch.core.costs import MOST_UNCOMPUTED
 from specbranch.core.grammar import Allowed, State
@@ -19,8 +21,12 @@ from specbranch.core.runner import Ask, Done, Feed, Lanes, NoNumber, Proposal, R
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Tree
 from specbranch.errors import CacheFull
+from specbranch.exec.draft_steps import ALONE, Chunk, Drafting, Ends, Forward
 from specbranch.exec.grower import grow
 from specbranch.exec.worker import Worker, chain_after, never
+
+PREFILL_BESIDE = 64  # tokens of prefill in a step that other targets share, about …
+PREFILL_BEFORE = 256  # … and in one that others may have to wait for
 
 # called with the sessions' first heads as soon as they are sampled
 Announce = Callable[[dict[int, Branch]], None]
@@ -76,18 +82,88 @@ class Drafter(Worker):
         self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None
     ) -> dict[int, Drafted]:
         """Carry out the orders; `done` ends those that draft only until the target is done."""
-        trees = {session: order for session, order in orders.items() if isinstance(order, Grow)}
-        chains = {session: order for session, order in orders.items() if isinstance(order, Draft)}
-        prefills = {session: order for session, order in orders.items() if isinstance(order, Prefill)}
-        self._grew = False
-        drafted: dict[int, Drafted] = {
-            **(self._branches(chains, done, announce) if chains else {}),
-            **(self._trees(trees, done) if trees else {}),
+        return self.carry_out(self.drafting(orders, Ends(done, self.enough), announce))
+
+    def carry_out(self, drafting: Drafting[dict[int, Drafted]]) -> dict[int, Drafted]:
+        """Take all steps of a drafting; returns what was drafted."""
+        try:
+            step = next(drafting)
+            while True:
+                step = drafting.send(self._taken(step))
+        except StopIteration as ended:
+            drafted: dict[int, Drafted] = ended.value
+            return drafted
+
+    def drafting(
+        self, orders: Mapping[int, DraftOrder], ends: Ends = ALONE, announce: Announce | None = None
+    ) -> Drafting[dict[int, Drafted]]:
+        """Carry out the orders step by step; returns what was drafted."""
+        late = yield from self._catching_up(orders, ends)
+        trees = {session: order for session, order in orders.items() if isinstance(order, Grow) and session not in late}
+        chains = {
+            session: order for session, order in orders.items() if isinstance(order, Draft) and session not in late
         }
+        drafted: dict[int, Drafted] = {session: _nothing(orders[session]) for session in late}
+        self._grew = False
+        if chains:
+            drafted |= yield from self._branches(chains, ends, announce)
+        if trees:
+            drafted |= yield from self._trees(trees, ends)
         # Last, so that drafting gets memory first. The chunks of all sessions go into common forwards.
-        reached = {session: self.prefill_further(session, order) for session, order in prefills.items()}
+        for session, order in orders.items():
+            if isinstance(order, Prefill):
+                drafted[session] = yield from self._prefilling(session, order, ends)
+        if any(isinstance(order, Prefill) for order in orders.values()):
+            yield Forward()
         self.runner.flush()
-        return {**drafted, **reached}
+        return drafted
+
+    def take(self, steps: Sequence[Forward]) -> list[list[Proposal]]:
+        """Take steps of several draftings in one forward; numbers are not checked."""
+        work, asks = [feed for step in steps for feed in step.work], [ask for step in steps for ask in step.asks]
+        if not work and not asks:
+            self.runner.flush()
+            return [[] for _ in steps]
+        found = iter(super().propose(work, asks))
+        return [list(islice(found, len(step.asks))) for step in steps]
+
+    def _taken(self, step: Forward | Chunk) -> list[Proposal] | int:
+        """Take a step of a drafting that has the model for itself."""
+        if isinstance(step, Chunk):
+            return self.prefill_further(step.session, step.order).tokens
+        if not step.work and not step.asks:
+            self.runner.flush()
+            return []
+        return self.propose(step.work, step.asks)
+
+    def _catching_up(self, orders: Mapping[int, DraftOrder], ends: Ends) -> Drafting[set[int]]:
+        """Prefill long texts in chunks if other targets may wait; returns the sessions that are not drafted for: the
+        target wants its answer first, or memory is full."""
+        late = set[int]()
+        for session, order in orders.items():
+            if ends.shared() and not isinstance(order, Prefill) and len(order.on.tail) > PREFILL_BESIDE:
+                pending = order.pending if isinstance(order, Draft) else 0
+                text = self._whole(session, order.on)[: -(pending + 1)]
+                yield from self._prefilling(session, Prefill(Context(0, text), len(text)), ends)
+                if ends.enough() or self.stale(session, order.on):
+                    late.add(session)
+        return late
+
+    def _prefilling(self, session: int, order: Prefill, ends: Ends) -> Drafting[Reached]:
+        """Prefill further, in chunks if other targets may wait."""
+        if not ends.shared():
+            return Reached((yield Chunk(session, order)))
+        order, left = replace(order, on=Context(0, self._whole(session, order.on))), order.most
+        while True:
+            most = min(left, PREFILL_BESIDE if ends.crowded() else PREFILL_BEFORE)
+            reached = yield Chunk(session, replace(order, most=most))
+            left -= most
+            if left <= 0 or reached >= len(order.on) or ends.enough():
+                return Reached(reached)
+
+    def _whole(self, session: int, on: Context) -> tuple[int, ...]:
+        """Return all tokens of a sequence, of which the worker holds the first `base`."""
+        return (*self.slots(session).prefix[: on.base], *on.tail)
 
     def make_ready(self, session: int, done: Done) -> None:
         """Prepare to compute tokens ahead of the next order, until `done`."""
@@ -117,9 +193,7 @@ class Drafter(Worker):
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Compute nodes and ask about some; raises NoNumber if an answer is NaN."""
-        found = super().propose(work, asks)
-        _check(proposal.confidence for proposal in found)
-        return found
+        return checked(super().propose(work, asks))
 
     def prefill_further(self, session: int, order: Prefill) -> Reached:
         """Prefill further; a sequence that the draft cannot compute or hold counts as prefilled."""
@@ -128,32 +202,35 @@ class Drafter(Worker):
                 return Reached(self.continue_prefill(session, order))
         return Reached(len(order.on))
 
-    def _trees(self, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
+    def _trees(self, orders: Mapping[int, Grow], ends: Ends) -> Drafting[dict[int, Tree]]:
         """Extend trees; one that the draft cannot compute any more stays as it is."""
         within = {session: order for session, order in orders.items() if not self._out_of_reach(session, order.on, 1)}
-        grown = grow(self, within, done)
+        grown = yield from grow(self, within, ends)
         self._grew = bool(grown)
         # a tree from a device did not go through `propose`
         _check(node.said for tree in grown.values() for node in tree.nodes)
         return {session: order.tree for session, order in orders.items()} | grown
 
     def _branches(
-        self, orders: Mapping[int, Draft], done: Done, announce: Announce | None
-    ) -> dict[int, tuple[Branch, ...]]:
-        lanes = self._forked(orders)
+        self, orders: Mapping[int, Draft], ends: Ends, announce: Announce | None
+    ) -> Drafting[dict[int, tuple[Branch, ...]]]:
+        lanes = yield from self._forked(orders)
         if announce:
             announce(_heads(lanes))
         constrained = any(order.state is not None for order in orders.values())  # each step needs its masks
-        if self.runs_ahead is not None and self.lets_grow and len(orders) == 1 and not constrained:
-            self._run_ahead(self.runs_ahead, self._growing(lanes, done), done)
-        while growing := self._growing(lanes, done):
-            self._grow(growing)
+        alone = len(orders) == 1 and not ends.crowded()
+        if self.runs_ahead is not None and self.lets_grow and alone and not constrained:
+            self._run_ahead(self.runs_ahead, self._growing(lanes, ends), ends)
+        while growing := self._growing(lanes, ends):
+            proposals = yield self._next_step(growing)
+            for lane, proposal in zip(growing, proposals, strict=True):
+                lane.extend(proposal)
         return {
             session: tuple(lane.branch() for lane in lanes if lane.session == session and lane.tokens)
             for session in orders
         }
 
-    def _forked(self, orders: Mapping[int, Draft]) -> list[Lane]:
+    def _forked(self, orders: Mapping[int, Draft]) -> Drafting[list[Lane]]:
         """Compute the rest of each context and open the ordered lanes, all in one forward.
 
         Sequences that the draft cannot compute or hold are left out.
@@ -171,7 +248,7 @@ class Drafter(Worker):
                     work.append(feed)
                     paths[session] = path
                     asks += _asks(session, order, path)
-        answers = iter(self.propose(work, asks))
+        answers = iter((yield Forward(work, asks)))
         # all but the pending tokens join the prefix, so that the next order can build on them
         for session, path in paths.items():
             self.runner.keep(session, path[1:], len(path) - 1 - orders[session].pending)
@@ -217,11 +294,11 @@ class Drafter(Worker):
             width = max(1, int(width * (1.0 - proposal.confidence)))
         return min(width, len(proposal.tokens))
 
-    def _growing(self, lanes: list[Lane], done: Done) -> list[Lane]:
+    def _growing(self, lanes: list[Lane], ends: Ends) -> list[Lane]:
         growing = [lane for lane in lanes if lane.open]
-        if growing and self.enough():
+        if growing and ends.enough():
             return []
-        if growing and done():
+        if growing and ends.done():
             growing = [lane for lane in growing if lane.order.plan.until == "length"]
         return self._that_fit(growing)
 
@@ -237,7 +314,7 @@ class Drafter(Worker):
         full = {session for session, count in counts.items() if not self.make_room(session, count)}
         return [lane for lane in fitting if lane.session not in full]
 
-    def _run_ahead(self, runner: RunsAhead, lanes: list[Lane], done: Done) -> None:
+    def _run_ahead(self, runner: RunsAhead, lanes: list[Lane], ends: Ends) -> None:
         """Let the model draft by itself, if it can: all lanes of a session, as long as all of them go on."""
         if not lanes or (len(lanes) > 1 and lanes[0].order.plan.stop_below > 0.0):
             return
@@ -250,13 +327,14 @@ class Drafter(Worker):
             for lane, proposal in zip(lanes, proposals, strict=True):
                 lane.node, node = node, node + 1
                 lane.extend(proposal)
-            return lanes[0].open and not (plan.until == "target" and done()) and not self.enough()
+            over = (plan.until == "target" and ends.done()) or ends.enough()
+            return lanes[0].open and not over and not ends.crowded()
 
         asked = Lanes(_next_of(lanes), plan.length - len(lanes[0].tokens), plan.measure)
         self.rows_fed += runner.run_ahead(asked, hear) * len(lanes)
 
-    def _grow(self, lanes: list[Lane]) -> None:
-        """Compute each lane's last token and take the next one, or stop before it."""
+    def _next_step(self, lanes: list[Lane]) -> Forward:
+        """Return the step that computes each lane's last token, and asks for the next one."""
         by_session: dict[int, list[Lane]] = {}
         for lane in lanes:
             by_session.setdefault(lane.session, []).append(lane)
@@ -274,8 +352,18 @@ class Drafter(Worker):
             )
             for lane in lanes
         ]
-        for lane, proposal in zip(lanes, self.propose(work, asks), strict=True):
-            lane.extend(proposal)
+        return Forward(work, asks)
+
+
+def checked(proposals: list[Proposal]) -> list[Proposal]:
+    """Return the proposals; raises NoNumber if one is NaN."""
+    _check(proposal.confidence for proposal in proposals)
+    return proposals
+
+
+def _nothing(order: DraftOrder) -> Drafted:
+    """Return the answer to an order for which nothing was drafted."""
+    return order.tree if isinstance(order, Grow) else ()
 
 
 def _next_of(lanes: list[Lane]) -> Feed:

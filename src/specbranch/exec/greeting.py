@@ -20,7 +20,7 @@ from specbranch.exec.address import CA_VARIABLE, KEY_VARIABLE, LinkAddress
 from specbranch.exec.link import HEADER, Stream
 
 PROTOCOL = b"specbranch-link/"
-MAGIC = PROTOCOL + b"1\n"  # with the version of the messages
+MAGIC = PROTOCOL + b"2\n"  # with the version of the messages
 NONCE = 32  # bytes
 MOST_GREETING = 256  # bytes of a frame before the secret is proved
 GREETING_SECONDS = 5.0  # for all of it

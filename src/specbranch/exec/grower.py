@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from specbranch.core.grammar import State
 from specbranch.core.orders import Grow
-from specbranch.core.runner import Ask, Done, Feed, Growing, Proposal
+from specbranch.core.runner import Ask, Feed, Growing, Proposal
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Tree, paces
 from specbranch.errors import CacheFull
+from specbranch.exec.draft_steps import Drafting, Ends, Forward
 from specbranch.exec.worker import Worker, chain_after
 
 
@@ -82,32 +83,32 @@ class _GrowingOrder:
         """Add the draft's candidates to the tree."""
         self.growing.add_candidates(number, self.growth, proposal.tokens, proposal.said)
 
-    def grow_on_device(self, done: Done) -> Tree | None:
-        """Let the model extend the tree by itself, if it can; `done` ends that if the order runs during a verify."""
+    def grow_on_device(self, ends: Ends) -> Tree | None:
+        """Let the model extend the tree by itself, if it can and nobody else waits for it."""
         runner = self.worker.grows_trees
-        if not self.worker.lets_grow or runner is None or self.order.state is not None:
+        if not self.worker.lets_grow or runner is None or self.order.state is not None or ends.crowded():
             return None
         held = {n: node for n, node in self.held_nodes.items() if n != ROOT}
         tree = Tree(tuple(self.growing.nodes), self.growing.root_scored)
         growing = Growing(self.session, tuple(self.rest), tree, held, self.growth, self.order.receiver)
-        grown = runner.grow(growing, done if self.order.until_target else self.worker.enough)
+        grown = runner.grow(growing, ends.done if self.order.until_target else ends.enough)
         if grown is not None:
             self.worker.rows_fed += sum(grown.steps)
         return grown
 
 
-def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
-    """Carry out the orders; `done` ends those that run during a verify."""
+def grow(worker: Worker, orders: Mapping[int, Grow], ends: Ends) -> Drafting[dict[int, Tree]]:
+    """Carry out the orders step by step; returns the trees."""
     trees = list(_prepared(worker, orders))
-    if len(trees) == 1 and (grown := trees[0].grow_on_device(done)) is not None:
+    if len(trees) == 1 and (grown := trees[0].grow_on_device(ends)) is not None:
         return {trees[0].session: grown}
-    spent = _compute_texts(worker, trees)
-    while steps := _steps(worker, trees, spent, done):
+    spent = yield from _compute_texts(trees)
+    while steps := _steps(worker, trees, spent, ends):
         spent += trees[0].growth.seconds(spent, sum(len(numbers) for _, numbers in steps))
         _note_absent(trees, {tree.session for tree, _ in steps})
         work = [tree.feed(numbers) for tree, numbers in steps]
         read = [(tree, n) for tree, numbers in steps for n in numbers]
-        proposals = worker.propose(work, [tree.ask(n, tree.held_nodes[n]) for tree, n in read])
+        proposals = yield Forward(work, [tree.ask(n, tree.held_nodes[n]) for tree, n in read])
         for (tree, n), proposal in zip(read, proposals, strict=True):
             tree.add_candidates(n, proposal)
     return {tree.session: tree.growing.tree() for tree in trees}
@@ -122,13 +123,13 @@ def _prepared(worker: Worker, orders: Mapping[int, Grow]) -> Iterator[_GrowingOr
             yield tree
 
 
-def _compute_texts(worker: Worker, trees: list[_GrowingOrder]) -> float:
+def _compute_texts(trees: list[_GrowingOrder]) -> Drafting[float]:
     """Compute the rest of the committed tokens, and score the roots that are not scored; returns the time, in
     tokens."""
     if not trees:
         return 0.0
     unasked = [tree for tree in trees if not tree.growing.root_scored]
-    proposals = worker.propose(
+    proposals = yield Forward(
         [tree.uncomputed_text() for tree in trees], [tree.ask(ROOT, len(tree.rest) - 1) for tree in unasked]
     )
     for tree in trees:
@@ -149,12 +150,12 @@ def _note_absent(trees: list[_GrowingOrder], present: set[int]) -> None:
 
 
 def _steps(
-    worker: Worker, trees: list[_GrowingOrder], spent: float, done: Done
+    worker: Worker, trees: list[_GrowingOrder], spent: float, ends: Ends
 ) -> list[tuple[_GrowingOrder, list[int]]]:
     """Return the nodes that each tree computes next, without trees that compute none."""
-    if worker.enough():
+    if ends.enough():
         return []
-    over = done()
+    over = ends.done()
     growing = [tree for tree in trees if not (over and tree.order.until_target)]
     open_nodes = [tree.open_nodes() for tree in growing]
     gains = [[gain for _, gain in nodes] for nodes in open_nodes]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from specbranch.core.draft_evaluation import DraftEvaluation
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Effort
 from specbranch.core.request import Request
 
@@ -129,6 +130,19 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class TellEvaluation:
+    """The target wants to know how often a target chose the draft's candidates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The draft's evaluation, without positions if there is none; `edges` are the borders between its classes."""
+
+    evaluation: DraftEvaluation
+    edges: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
     """A target wants drafts, of ids below `vocabulary`; the worker answers Ready, or Broken."""
 
@@ -150,5 +164,7 @@ WireMessage = (
     | Served
     | TellTokens
     | Tokens
+    | TellEvaluation
+    | Evaluated
     | Join
 )

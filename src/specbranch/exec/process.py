@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from specbranch.core.draft_evaluation import DraftEvaluation
 from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Effort, Orders, Reports, Span
 from specbranch.core.request import Request
@@ -131,6 +132,11 @@ class Process(DecodesWithTarget):
         return self._source.served
 
     @property
+    def evaluation(self) -> DraftEvaluation | None:
+        """The draft's evaluation, if a worker on a network has sent it."""
+        return self._source.evaluation
+
+    @property
     def round_trip(self) -> float:
         """Seconds of an order and its answer on their way, about."""
         return self._pace.trip
@@ -193,6 +199,18 @@ class Process(DecodesWithTarget):
         if self._sessions.pop(session, None):
             self._send(Leave(session))
 
+    @property
+    def tends_draft(self) -> bool:
+        """True if `tend` has something to do."""
+        return self._source.eager
+
+    def tend(self) -> None:
+        """Notice a lost worker, and reach it again, while there are no rounds."""
+        self._hear()
+        self._lose_if_hung()
+        if self._source.eager and self._child is None and not self._closed:
+            self._start_again()
+
     def close(self) -> None:
         """Stop the child, for good."""
         self._closed = True
@@ -200,10 +218,7 @@ class Process(DecodesWithTarget):
 
     def _begin(self, drafts: dict[int, DraftOrder]) -> ChildRound | None:
         """Send the child its work, if it can take any; a round without drafts only receives messages."""
-        self._hear()
-        self._lose_if_hung()
-        if self._source.eager and self._child is None:
-            self._start_again()
+        self.tend()
         if not drafts or not self._available():
             return None
         self._ticket += 1

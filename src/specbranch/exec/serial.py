@@ -14,7 +14,7 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
-from specbranch.core.forest import ForestOrders, GrowsForests, wants_forests
+from specbranch.core.forest import ForestOrders, GrowsForests
 from specbranch.core.forest_loop import ForestReports
 from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.orders import Branch, Context, Drafted, DraftOrder, Grow, Orders, Prefill, Reports, Verdict, Verify
@@ -87,7 +87,7 @@ class Serial(DecodesWithTarget):
     def grows_forests(self) -> bool:
         """True if both models can go from verify to verify on their device."""
         runner = self.target.runner
-        return wants_forests() and isinstance(runner, GrowsForests) and runner.grows_with(self._draft_runner)
+        return isinstance(runner, GrowsForests) and runner.grows_with(self._draft_runner)
 
     def joins_forest(self, session: int, length: int) -> bool:
         """True if a session can take part, behind `length` tokens; then also behind more."""
@@ -108,7 +108,8 @@ class Serial(DecodesWithTarget):
         orders.meanwhile()
         found = step.reports()
         timed.end()
-        return ForestReports(found, timed.span(), step.launched, {**short, **step.failed}, reached)
+        steps = tuple(step.steps) if step.ahead and not prefills else None
+        return ForestReports(found, timed.span(), step.launched, {**short, **step.failed}, reached, steps)
 
     def leave_forest(self) -> None:
         """Forget what is launched on the device."""
@@ -125,7 +126,9 @@ class Serial(DecodesWithTarget):
         ready, left = set[int](), FOREST_PREFILL
         if self.draft is None:
             return ready
-        drafts = orders.plan.steps + orders.plan.more > 0
+        if not orders.plan.steps + orders.plan.more:  # what it misses meanwhile it prefills, once it is wanted again
+            self._in_forest = ready
+            return ready
         for session in orders.drafting:
             text, slots = orders.texts[session], self.draft.slots(session)
             if session in self._without or orders.limits[session] > self.draft.runner.context_length:
@@ -134,7 +137,7 @@ class Serial(DecodesWithTarget):
                 ready.add(session)
                 continue
             on = Context(0, tuple(text[:-1]))
-            if not drafts or not self.draft.is_within_reach(session, on):
+            if not self.draft.is_within_reach(session, on):
                 continue
             before = len(slots.prefix)
             if len(on) - before > FEW_UNCOMPUTED and left > 0:

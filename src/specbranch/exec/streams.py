@@ -19,6 +19,8 @@ from specbranch.exec.worker import Worker
 class Streams(Serial):
     """Starts the target, drafts meanwhile, then takes the verdicts."""
 
+    grows_forests = False  # there the draft waits for each verdict
+
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Run one round, both models at once."""
         drafts, verifies = parted(orders)

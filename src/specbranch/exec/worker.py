@@ -8,7 +8,7 @@ token depends on its position and the prompt's length alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -61,9 +61,10 @@ class Worker:
         if self._held.pop(session, None):
             self.runner.close(session)
 
-    def prefill_counts(self) -> dict[int, PrefillCount]:
-        """Return what was prefilled of the sessions' prompts since the last call."""
-        found = {session: held.prompt for session, held in self._held.items() if held.prompt is not NO_PREFILL}
+    def prefill_counts(self, sessions: Collection[int] | None = None) -> dict[int, PrefillCount]:
+        """Return what was prefilled of the prompts of all or some sessions since the last call."""
+        held_by = self._held if sessions is None else {one: self._held[one] for one in sessions if one in self._held}
+        found = {session: held.prompt for session, held in held_by.items() if held.prompt is not NO_PREFILL}
         for session in found:
             self._held[session].prompt = NO_PREFILL
         return found

@@ -114,14 +114,15 @@ class AnswerEvents:
                 self._waiting.append(event(self._last()))
         except Exception as error:
             if not isinstance(error, SpecBranchError):
-                log.error("A stream failed by a mistake of the program.", exc_info=error)
+                facts = {"request_id": self._answering.id}
+                log.error("A stream failed by a mistake of the program.", exc_info=error, extra={"facts": facts})
             self._waiting.append(self._failure(of_engine(error)))
         self._waiting.append(self._done)
         self._ended = True
 
     def _failure(self, error: ApiError) -> bytes:
         """Return an error as an event."""
-        return event(json.dumps(error.body()))
+        return event(json.dumps(error.noted(self._answering.note)))
 
     def _add_news(self) -> None:
         news, self._news = self._news, []

@@ -7,7 +7,6 @@ Owns the submissions of one request. It does not own what an answer looks like (
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,7 +56,7 @@ class Form(Protocol):
     """What answers look like: each makes choices of its own kind, by their numbers."""
 
     name: str  # of what it makes
-    prefix: str  # of their ids
+    prefix: str  # of their ids, such as "cmpl-"
 
     def opening(self, index: int, scores: PromptScores) -> BaseModel | None:
         """Return what a stream starts with, before any text; None for nothing."""
@@ -125,6 +124,7 @@ async def _started(
         raise DeadlinePassed(f"The request was not finished within {within:g} s: it waited for others.") from None
     left = within - (time.monotonic() - admitted.since)
     answering = Answering(serving, prepared, form, note, admitted, max(left, LEAST_SECONDS))
+    note.answering = answering
     serving.metrics.asked(prepared.params.n)
     try:
         answering.submit()
@@ -148,11 +148,25 @@ class Answering:
     note: RequestNote
     admitted: Admitted
     deadline: float  # seconds from now
-    id: str = field(default_factory=lambda: secrets.token_hex(16))
-    created: int = field(default_factory=lambda: int(time.time()))
+    submitted: int = field(default_factory=time.time_ns)
     submissions: list[Submission] = field(default_factory=list)
     outputs: dict[int, Output] = field(default_factory=dict)
     said: int = 0  # tokens of a stream so far
+
+    @property
+    def id(self) -> str:
+        """The request's id, of which the answer's is made."""
+        return self.note.id
+
+    @property
+    def answer_id(self) -> str:
+        """The id of the answer."""
+        return self.form.prefix + self.note.id
+
+    @property
+    def created(self) -> int:
+        """When it was made, in seconds."""
+        return self.submitted // 10**9
 
     def submit(self) -> None:
         """Send everything to the engine."""
@@ -210,7 +224,7 @@ class Answering:
     def envelope(self, choices: list[BaseModel], kind: str, **fields: Any) -> BaseModel:
         """Return choices as one object, in the form's envelope."""
         return self.form.envelope(
-            id=f"{self.form.prefix}-{self.id}",
+            id=self.answer_id,
             object=kind,
             created=self.created,
             model=self.serving.model,

@@ -45,6 +45,7 @@ class CheckedRoute(APIRoute):
             note_of(request.scope).body_bytes = len(raw)
             work = partial(_checked, field, raw)
             checked.made = work() if len(raw) <= SHORT_BODY else await serving_of(request).parsing.do(len(raw), work)
+            note_of(request.scope).rename(getattr(checked.made, "request_id", None))
             return await inner(checked)
 
         return handler

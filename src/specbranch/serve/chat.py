@@ -21,7 +21,7 @@ from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.chat_parts import ParsedAnswer
 from specbranch.serve.events import STREAMED
 from specbranch.serve.parameters import constraint_of
-from specbranch.serve.prompts import chat_prompt, check_length, deadline, prepared
+from specbranch.serve.prompts import chat_prompt, check_length, deadline, ending_of, prepared
 from specbranch.serve.protocol import AssistantMessage, ChatChoice, ChatLogprobs, ChatRequest, ChatResponse, Reason
 from specbranch.serve.serving import Serving, serving_of
 from specbranch.serve.spelling import Spelling
@@ -42,19 +42,20 @@ def _work(serving: Serving, asked: ChatRequest) -> tuple[Prepared, ChatForm]:
     """Turn a conversation into what the engine takes."""
     wish = ToolWish(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls, constraint_of(asked))
     use = ToolUse.of(serving.formats, wish, serving.engine.tokenizer)
-    prompt = chat_prompt(serving, asked.messages, asked.chat_template_kwargs, tools=use.described)
+    prompt = chat_prompt(serving, asked.messages, asked.chat_template_kwargs, ending_of(asked), use.described)
+    use.check_begun(prompt.begun)
     check_length(serving, prompt.ids, "messages")
     given = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     top = (asked.top_logprobs or 0) if asked.logprobs or asked.top_logprobs is not None else None
-    work = prepared(serving, asked, [prompt.ids], given, top, use=use, prompt=prompt.text)
-    return work, ChatForm(serving.spelling, use, prompt.text)
+    work = prepared(serving, asked, [prompt.ids], given, top, use=use, prompt=prompt.lead)
+    return work, ChatForm(serving.spelling, use, prompt.lead)
 
 
 class ChatForm:
     """Writes whole messages, or the new text of a stream."""
 
     name = "chat.completion"
-    prefix = "chatcmpl"
+    prefix = "chatcmpl-"
 
     def __init__(self, spelling: Spelling, use: ToolUse, prompt: str) -> None:
         """`use`: the tools of the request. `prompt`: the conversation as text; it may end within reasoning."""

@@ -89,7 +89,7 @@ class CompletionForm:
     """Writes whole texts, or the new text of a stream."""
 
     name = "text_completion"
-    prefix = "cmpl"
+    prefix = "cmpl-"
 
     def __init__(self, serving: Serving, echoed: Sequence[Echoed], n: int) -> None:
         """`echoed`: the prompts, if the answer repeats them. `n`: answers of each prompt."""

@@ -41,7 +41,9 @@ class Connections:
     def __init__(self, settings: ServerSettings) -> None:
         self.read_timeout, self.stall_timeout = settings.read_timeout, settings.timeout
         self.cuts: Counter[str] = Counter()  # by reason
-        self._most, self._most_each = settings.max_connections, settings.max_per_address
+        self._most = settings.max_connections
+        # all clients of a unix socket have the same address, which is none
+        self._most_each = settings.max_per_address if settings.uds is None else settings.max_connections
         self._of: Counter[str] = Counter()  # by address
         self._open: set[GuardedProtocol] = set()
         self._waiting: dict[str, dict[GuardedProtocol, None]] = {}  # by address; those without a request, oldest first

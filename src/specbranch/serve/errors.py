@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.types import Scope
 
 from specbranch.errors import (
     BadParameter,
@@ -25,6 +26,7 @@ from specbranch.errors import (
     SpecBranchError,
     unknown,
 )
+from specbranch.serve.notes import RequestNote, note_of
 from specbranch.serve.parameters import REFUSED
 from specbranch.serve.protocol import BODIES, BODY_PARTS, PARAMETER_NAMES
 from specbranch.serve.settings import LONGEST_STOP, MOST_BIASES, MOST_STOP_IDS, MOST_STOPS
@@ -49,6 +51,7 @@ EXPECTED_FORMS = {  # of parameters that have several forms, and of what is in a
     "guided_choice": "a list of texts that are not empty",
     "response_format": 'an object such as {"type": "json_object"}',
     "structured_outputs": 'an object such as {"json": {"type": "object"}}',
+    "request_id": "up to 128 letters, digits, and any of . _ : = + / @ -",
     "role": "one of system, developer, user, assistant, tool",
     "tools": 'a list of tools such as {"type": "function", "function": {"name": "f", "parameters": {…}}}',
     "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": "f"}}',
@@ -76,14 +79,19 @@ class ApiError(Exception):
         self.status, self.kind, self.code, self.param = status, kind, code, param
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
-        """Return the object that a client reads."""
+    def body(self, request_id: str | None = None) -> dict[str, Any]:
+        """Return the object that a client reads. Without a request there is no id."""
         detail = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": detail}
+        return {"error": detail if request_id is None else {**detail, "request_id": request_id}}
 
-    def response(self) -> JSONResponse:
-        """Return it as an HTTP response."""
-        return JSONResponse(self.body(), self.status, self.headers)
+    def noted(self, note: RequestNote) -> dict[str, Any]:
+        """Return the object that a client reads, and note the error for the log: what it is, not what it says."""
+        note.facts["error"] = self.code or self.kind
+        return self.body(note.id)
+
+    def response(self, scope: Scope) -> JSONResponse:
+        """Return it as the answer to a request."""
+        return JSONResponse(self.noted(note_of(scope)), self.status, self.headers)
 
 
 def too_many(message: str, seconds: int, code: str) -> ApiError:
@@ -124,19 +132,19 @@ def of_engine(error: BaseException) -> ApiError:
     return ApiError(500, said, SERVER)
 
 
-def add_handlers(app: FastAPI) -> None:
+def add_handlers(app: Starlette) -> None:
     """Have the application send every error in this form."""
 
     async def known(request: Request, error: Exception) -> JSONResponse:
-        return of_engine(error).response()
+        return of_engine(error).response(request.scope)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _invalid(request.url.path, error).response()
+        return _invalid(request.url.path, error).response(request.scope)
 
     async def by_status(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return _by_status(request, error).response()
+        return _by_status(request, error).response(request.scope)
 
     app.add_exception_handler(ApiError, known)
     app.add_exception_handler(SpecBranchError, known)

@@ -1,11 +1,14 @@
 """Two prompts that show what speculation brings and what it does not: the demonstration and the page's race run both.
 
-Owns the prompts, our own, and the sentence that explains each result. SmolLM2-135M-Instruct answers both sensibly.
+Owns the prompts, our own, and the sentence that explains each result. SmolLM2-135M-Instruct answers both sensibly. Also
+the forms in which the page's chat can ask for an answer, as schemas.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +42,29 @@ FREE = Example(
     "more than one, as on a GPU.",
 )
 EXAMPLES = (COPYING, FREE)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form of answers: its title, and the schema that an answer follows."""
+
+    title: str
+    schema: Mapping[str, Any]
+
+
+_SHORT = {"type": "string", "maxLength": 160}
+ANSWER_FORMS = {
+    "json": Form(
+        "JSON: answer, reason, certainty",
+        {
+            "type": "object",
+            "properties": {
+                "short_answer": _SHORT,
+                "reason": _SHORT,
+                "certainty": {"enum": ["certain", "likely", "unknown"]},
+            },
+            "required": ["short_answer", "reason", "certainty"],
+            "additionalProperties": False,
+        },
+    )
+}

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from specbranch.core.orders import Branch, Grow, Orders, Reports, Span, Verify
+from specbranch.core.grammar import Allowed, Mask
+from specbranch.core.orders import Branch, Grow, Orders, Reports, Span, TokenLogprobs, Verdict, Verify
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
 
 FramePath = tuple[int, ...]  # tokens behind the committed text
+# What a grammar did to a token: nothing, it left no other token, or it forbade the one that the target found likeliest.
+Guided = Literal["free", "forced", "masked"]
 SpellOne = Callable[[int], str]  # a token as text
 LOOKED_UP_CHANCE = 0.5  # the probability assumed for a looked-up token, of which the draft said nothing
 
@@ -28,6 +31,14 @@ class DrawnNode(NamedTuple):
     said: float  # the draft's probability; 0: it was looked up
     given: int  # the frame that first showed it
     sent: bool  # the target judges it in this frame
+
+
+class InBatch(NamedTuple):
+    """A request's share of a target forward that served several."""
+
+    requests: int  # itself included
+    own_rows: int
+    rows: int
 
 
 class _Drafted(NamedTuple):
@@ -48,6 +59,16 @@ class Frame:
     token: int | None = None  # its own token behind them; None if it verified nothing
     hit: int | None = None  # the node that had foreseen that token
     added: int = 0  # tokens of path and `token` that the answer got: it may end among them
+    checked: int = (
+        0  # drafted or looked-up tokens that the target judged, also those that a trimmed frame does not show
+    )
+    guided: tuple[Guided, ...] = ()  # of each added token; without a grammar none
+    batch: InBatch | None = None  # None: the round was not planned
+
+    @property
+    def rolled_back(self) -> int:
+        """How many judged tokens the target rejected. In a round within whose path the answer ended, none counts."""
+        return self.checked - len(self.path) if self.added > len(self.path) else 0
 
     @property
     def end(self) -> float:
@@ -55,7 +76,10 @@ class Frame:
         return max(span[1] for span in (self.draft, self.target) if span)
 
     def trimmed(self, most: int) -> Frame:
-        """Return the frame with about `most` nodes at most: the accepted ones, their siblings, then the likeliest."""
+        """Return the frame with about `most` nodes at most.
+
+        The accepted ones come first, then some of their siblings, those that the target judged, and the likeliest.
+        """
         if len(self.nodes) <= most:
             return self
         taken = {*self.path, *(() if self.hit is None else (self.hit,))}
@@ -66,7 +90,9 @@ class Frame:
         rivals = [at for at, node in enumerate(self.nodes) if node.parent in parents]
         rivals.sort(key=lambda at: reach[at], reverse=True)
         kept = taken.copy()
-        for at in (*rivals[: most // 2], *sorted(range(len(reach)), key=lambda at: reach[at], reverse=True)):
+        judged = [at for at, node in enumerate(self.nodes) if node.sent]
+        likeliest = sorted(range(len(reach)), key=lambda at: reach[at], reverse=True)
+        for at in (*rivals[: most // 2], *judged, *likeliest):
             if len(kept) >= most:
                 break
             if self.nodes[at].parent == ROOT or self.nodes[at].parent in kept:
@@ -97,6 +123,10 @@ class Frame:
             "text": None if self.token is None else spell(self.token),
             "hit": self.hit,
             "added": self.added,
+            "checked": self.checked,
+            "rolled_back": self.rolled_back,
+            "guided": list(self.guided),
+            "batch": self.batch and self.batch._asdict(),
         }
 
 
@@ -127,7 +157,8 @@ class Film:
         top = (*(verify.tokens[node] for node in verdict.path), verdict.token)
         hit = index_of.get(top)
         self._paths = {path[len(top) :]: one for path, one in self._paths.items() if _is_below(path, top)}
-        return Frame(self._number, *spans, nodes, drafted, path, verdict.token, hit, added)
+        told = _guided(verify, verdict, added), _in_batch(orders, len(paths))
+        return Frame(self._number, *spans, nodes, drafted, path, verdict.token, hit, added, len(paths), *told)
 
     def _take_in(self, orders: Orders, reports: Reports) -> None:
         if isinstance(orders.draft, Grow):
@@ -164,6 +195,31 @@ def _percent(said: float) -> int | None:
 def _times(span: Span | None, counts: bool = False) -> tuple[float, float] | None:
     """Return the time span of a model. A span without length is None, unless it had a result."""
     return (span.start, span.end) if span and (counts or span.end > span.start) else None
+
+
+def _guided(verify: Verify, verdict: Verdict, added: int) -> tuple[Guided, ...]:
+    """Return what a grammar did to each token that a verdict added."""
+    if verify.allowed is None:
+        return ()
+    tokens, scores = verify.taken(verdict.path, verdict.token), verdict.logprobs or ()
+    allowed = [verify.allowed[above + 1] for above in (ROOT, *verdict.path)]
+    return tuple(
+        _guide(token, allowed[nth], scores[nth] if nth < len(scores) else None)
+        for nth, token in enumerate(tokens[:added])
+    )
+
+
+def _guide(token: int, allowed: Allowed | None, scores: TokenLogprobs | None) -> Guided:
+    if allowed is None:
+        return "free"
+    if (allowed.only == token) if isinstance(allowed, Mask) else len(allowed) == 1:
+        return "forced"
+    return "masked" if scores and scores.top and scores.top[0][0] not in allowed else "free"
+
+
+def _in_batch(orders: Orders, checked: int) -> InBatch | None:
+    planned = orders.planned
+    return InBatch(planned.sessions, 1 + checked, planned.rows) if planned else None
 
 
 def _is_plain(orders: Orders) -> bool:

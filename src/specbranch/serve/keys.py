@@ -94,7 +94,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -119,7 +119,9 @@ class Gate:
         name = re.sub(r":\d*$", "", host).lower()
         if name in self._settings.allowed_hosts or is_loopback(name):
             return True
-        return not self._settings.is_local and not self._settings.allowed_hosts
+        if self._settings.allowed_hosts:
+            return False
+        return self._settings.uds is not None or not self._settings.is_local  # no page reaches a unix socket
 
 
 def _hash(key: str) -> str:

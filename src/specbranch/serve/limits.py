@@ -104,7 +104,7 @@ class Closing:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] == "http" and self._limits.closing and scope["path"] not in OPEN_PATHS:
-            await self._limits.is_closing().response()(scope, receive, send)
+            await self._limits.is_closing().response(scope)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -122,7 +122,7 @@ class BodyLimit:
             return
         said = dict(scope["headers"]).get(b"content-length", b"0")
         if said.isdigit() and int(said) > self._most:
-            await self._error().response()(scope, receive, send)
+            await self._error().response(scope)(scope, receive, send)
             return
         read = 0
 

@@ -12,7 +12,7 @@ import json
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -24,15 +24,17 @@ from specbranch.answer import Chunk
 from specbranch.clock.shipped import WALL
 from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter, SpecBranchError
+from specbranch.extras import LLGUIDANCE
 from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.errors import too_many
 from specbranch.serve.events import DONE, EventStream, event
-from specbranch.serve.examples import EXAMPLES
+from specbranch.serve.examples import ANSWER_FORMS, EXAMPLES
 from specbranch.serve.frames import Frame
 from specbranch.serve.limits import Admitted
 from specbranch.serve.notes import note_of
 from specbranch.serve.race import RACE_SECONDS, RACERS, by_turns
 from specbranch.serve.serving import Serving
+from specbranch.serve.start import Trial
 from specbranch.serve.witness import LiveEvent, Witness, finished, pieces
 from specbranch.submission import RequestOptions
 
@@ -70,6 +72,19 @@ class LiveChat(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**63)
     method: str | None = Field(None, max_length=40)  # None: the server's own
     clock: str = Field(WALL, max_length=40)
+    form: str | None = Field(None, max_length=40)  # of the answer; None: free text
+
+    def params(self, most: int | None) -> SamplingParams:
+        """Return how the answer is sampled; `most`: the server's own limit of tokens."""
+        tokens = self.max_tokens if most is None else min(self.max_tokens, most)
+        free = SamplingParams(temperature=self.temperature, seed=self.seed, max_tokens=tokens)
+        if self.form is None:
+            return free
+        if self.form not in ANSWER_FORMS:
+            raise BadParameter(f"form is {self.form!r:.60}; expected one of {', '.join(ANSWER_FORMS)}, or none.")
+        return replace(
+            free, json_schema=ANSWER_FORMS[self.form].schema, logprobs=1
+        )  # the likeliest token shows what is masked
 
 
 class LiveRace(BaseModel):
@@ -87,6 +102,7 @@ class Live:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._races = False  # True during a race: one at a time, so that it has the machine to itself
+        self.trial = Trial(serving.engine)
         self._modelled: dict[str, LLMView] = {}  # by clock; a planner learns from race to race, in the engine's thread
 
     def about(self) -> LiveEvent:
@@ -97,13 +113,12 @@ class Live:
             "racers": RACERS,
             "clocks": CLOCKS,
             "examples": [asdict(one) for one in EXAMPLES],
+            "forms": {name: one.title for name, one in ANSWER_FORMS.items()} if LLGUIDANCE.is_installed else {},
         }
 
     def chat(self, asked: LiveChat, fitting: tuple[list[int], int], admitted: Admitted) -> EventStream:
         """Answer a conversation as events: tokens with their origins, and the rounds they came in."""
-        params = SamplingParams(
-            temperature=asked.temperature, seed=asked.seed, max_tokens=self._tokens(asked.max_tokens)
-        )
+        params = asked.params(self._serving.settings.max_tokens)
         prompt, left_out = fitting
         seen = Witness()
         chunks, cancel = self._decoding(asked.method, prompt, params, asked.clock, seen)
@@ -172,8 +187,9 @@ class Live:
         """Return a conversation as token ids, and how many of its oldest messages were left out.
 
         Messages are left out until the answer has room for all its tokens, but for at most a quarter of the context.
-        This takes long, so call it in a thread.
+        The grammar of the answer is compiled, too. This takes long, so call it in a thread.
         """
+        self._serving.engine.compile_grammar(asked.params(None))
         engine, messages = self._serving.engine, [one.model_dump() for one in asked.messages]
         most = engine.context_length - min(self._tokens(asked.max_tokens), engine.context_length // 4)
         prompts: dict[int, list[int]] = {}
@@ -220,6 +236,14 @@ def routes(serving: Serving) -> APIRouter:
     @router.get("")
     async def about() -> JSONResponse:
         return JSONResponse(live.about())
+
+    @router.get("/start")
+    async def start(request: Request) -> JSONResponse:
+        one = admitted(request)
+        try:
+            return JSONResponse(asdict(await live.trial.start()))
+        finally:
+            one.leave()
 
     @router.post("/chat")
     async def chat(request: Request, asked: LiveChat) -> EventStream:

@@ -36,6 +36,10 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one line."""
+        return json.dumps(self.fields(record), ensure_ascii=True, default=str)
+
+    def fields(self, record: logging.LogRecord) -> dict[str, Any]:
+        """Return what a line holds."""
         fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -48,7 +52,7 @@ class JsonLines(logging.Formatter):
             kind, error, where = record.exc_info
             fields["error"] = f"{kind.__name__}: {error}" if self._with_text else kind.__name__
             fields["where"] = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(where)]
-        return json.dumps(fields, ensure_ascii=True, default=str)
+        return fields
 
 
 class Repeats(logging.Filter):
@@ -110,7 +114,7 @@ class RequestLog:
         except Exception as error:
             log.error("A request failed by a mistake of the program.", exc_info=error, extra=_facts(note_id=note.id))
             if status == 0:
-                await of_engine(error).response()(scope, receive, noted)
+                await of_engine(error).response(scope)(scope, receive, noted)
         finally:
             self._tell(scope, status, time.monotonic() - started)
 

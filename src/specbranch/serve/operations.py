@@ -17,7 +17,7 @@ from specbranch import __version__
 from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.errors import ApiError
 from specbranch.serve.notes import note_of
-from specbranch.serve.prompts import chat_prompt, encoded
+from specbranch.serve.prompts import chat_prompt, encoded, ending_of
 from specbranch.serve.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -112,8 +112,7 @@ def _tokens(serving: Serving, asked: TokenizeRequest) -> TokenizeResponse:
     else:
         if asked.tools:
             check_formats(serving.formats, "tools")
-        tools, goes_on = described(asked.tools), asked.add_generation_prompt
-        ids = chat_prompt(serving, asked.messages, add_generation_prompt=goes_on, tools=tools).ids
+        ids = chat_prompt(serving, asked.messages, ending=ending_of(asked), tools=described(asked.tools)).ids
     texts = [serving.spelling.text(token) for token in ids] if asked.return_token_strs else None
     length = serving.engine.context_length
     return TokenizeResponse.model_construct(count=len(ids), max_model_len=length, tokens=ids, token_strs=texts)

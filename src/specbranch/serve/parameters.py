@@ -55,7 +55,6 @@ REFUSED = {
     "allowed_token_ids": "tokens are not allowed one by one here; logit_bias prefers some",
     "prompt_logprobs": "a prompt is scored by /v1/completions with echo and logprobs",
     "truncate_prompt_tokens": "a prompt is never cut",
-    "continue_final_message": "a conversation always goes on with a new message",
     "chat_template": "the model's own template is used",
     "documents": "templates get no documents",
     "mm_processor_kwargs": "only text is read",

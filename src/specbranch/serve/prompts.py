@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError
 
@@ -19,19 +19,29 @@ from specbranch.grammar.compiler import COMPILE_SECONDS
 from specbranch.serve.answering import Prepared
 from specbranch.serve.errors import ApiError, too_long
 from specbranch.serve.parameters import constraint_of, decoding_options, sampling
-from specbranch.serve.protocol import ChatMessage, ContentPart, GenerationRequest, StreamOptions
+from specbranch.serve.protocol import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    GenerationRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 from specbranch.serve.serving import Serving
-from specbranch.serve.tools import AnswerFormats, ToolUse, tool_fields
+from specbranch.serve.tools import AnswerFormats, ToolUse, begun_lead, tool_fields
+from specbranch.text.continuation import begun_text
 
 if TYPE_CHECKING:
     from specbranch.text.tokenizer import Tokenizer
 
 
+Ending = Literal["new message", "continued", "nothing"]  # how a prompt ends: with the opening of a message, within one
 RESERVED = (
     "messages",
     "tools",
     "documents",
     "add_generation_prompt",
+    "continue_final_message",
     "self",
 )  # the server sets these
 
@@ -42,6 +52,8 @@ class ChatPrompt:
 
     text: str
     ids: list[int]
+    lead: str  # what a parser of the answer takes for the text before it
+    begun: str = ""  # the text of the last message, if it is continued
 
 
 def prepared(
@@ -55,7 +67,7 @@ def prepared(
     prompt: str = "",
 ) -> Prepared:
     """Check a request and return it as the engine takes it. `max_tokens` 0 generates nothing. `use`: the tools of a
-    conversation, `prompt`: its text."""
+    conversation, `prompt`: its text, as a parser needs it."""
     _check_bias(serving, asked)
     constraint = use.constraint if use else constraint_of(asked)
     reasoning = use.reasoning(prompt) if use else ()
@@ -118,7 +130,7 @@ def chat_prompt(
     serving: Serving,
     messages: Sequence[ChatMessage],
     variables: dict[str, Any] | None = None,
-    add_generation_prompt: bool = True,
+    ending: Ending = "new message",
     tools: list[dict[str, Any]] | None = None,
 ) -> ChatPrompt:
     """Return a conversation as text and tokens; refuse one that is too long, if possible before it is tokenised."""
@@ -126,8 +138,20 @@ def chat_prompt(
     if len(messages) > holds:
         raise too_long(holds, f"are {len(messages)}, each of which takes more than one", "messages")
     said = conversation(messages, serving.formats)
-    text = _rendered(tokenizer, said, variables, add_generation_prompt, tools)
-    return ChatPrompt(text, encoded(serving, text, not tokenizer.has_chat_template, "messages"))
+    field, begun = begun_text(said) if ending == "continued" else ("", "")
+    text = _rendered(tokenizer, said, variables, ending, tools)
+    ids = encoded(serving, text, not tokenizer.has_chat_template, "messages")
+    return ChatPrompt(text, ids, begun_lead(field, begun, serving.formats) or text, begun)
+
+
+def ending_of(asked: ChatRequest | TokenizeRequest) -> Ending:
+    """Return how the prompt of a conversation ends."""
+    if not asked.continue_final_message:
+        return "nothing" if asked.add_generation_prompt is False else "new message"
+    if asked.add_generation_prompt:
+        said = "continue_final_message and add_generation_prompt are both true, but an answer either continues the last"
+        raise ApiError(400, f"{said} message or is a new one. Set one of them to false.", param="add_generation_prompt")
+    return "continued"
 
 
 def encoded(serving: Serving, text: str, add_special: bool, param: str) -> list[int]:
@@ -183,7 +207,7 @@ def _rendered(
     tokenizer: Tokenizer,
     said: list[dict[str, Any]],
     variables: dict[str, Any] | None,
-    add_generation_prompt: bool,
+    ending: Ending,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """Have the model's template write a conversation. Pass on what the template raises itself, but no other error."""
@@ -192,7 +216,7 @@ def _rendered(
         said_of = f"chat_template_kwargs has {reserved[0]!r}, which the server sets itself. Leave it out."
         raise ApiError(400, said_of, param="chat_template_kwargs")
     try:
-        return tokenizer.chat_text(said, add_generation_prompt, tools, given)
+        return tokenizer.chat_text(said, ending == "new message", tools, given, ending == "continued")
     except BadParameter as error:
         if error.__cause__ is None or type(error.__cause__) is TemplateError:
             raise ApiError(400, str(error), param="messages") from None

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from specbranch.config import PolicyName
 from specbranch.core.methods import METHODS
+from specbranch.serve.notes import REQUEST_ID
 from specbranch.serve.parameters import without_neutral
 from specbranch.serve.settings import (
     LONGEST_STOP,
@@ -122,6 +123,7 @@ class GenerationRequest(Body):
     guided_regex: str | None = Field(None, min_length=1)
     guided_choice: Choices | None = None
     guided_grammar: str | None = Field(None, min_length=1)
+    request_id: str | None = Field(None, pattern=f"^{REQUEST_ID}$", description="Instead of the header X-Request-Id.")
     deadline: float | None = Field(None, gt=0, le=86400, description="Seconds in which it has to be answered.")
     user: Any = None
     metadata: Any = None
@@ -193,6 +195,8 @@ class ChatMessage(Body):
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+NewMessage = Annotated[bool | None, Field(description="The answer is a new message; true if nothing is continued.")]
+Continued = Annotated[bool, Field(description="The answer continues the last message, which is of the role assistant.")]
 
 
 class ChatRequest(GenerationRequest):
@@ -203,6 +207,8 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    add_generation_prompt: NewMessage = None
+    continue_final_message: Continued = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -285,7 +291,8 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: NewMessage = None
+    continue_final_message: Continued = False
     return_token_strs: bool = False
 
 
@@ -600,6 +607,7 @@ class ErrorDetail(BaseModel):
     type: str
     param: str | None
     code: str | None
+    request_id: str
 
 
 class ErrorResponse(BaseModel):

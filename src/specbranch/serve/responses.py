@@ -89,7 +89,7 @@ class ResponseForm:
     """Writes a response, whole or as it is in one moment of a stream."""
 
     name = "response"
-    prefix = "resp"
+    prefix = "resp_"
 
     def __init__(self, asked: ResponsesRequest, answer: ParsedAnswer) -> None:
         self._asked, self._answer = asked, answer
@@ -127,9 +127,9 @@ class ResponseForm:
     def envelope(self, **values: Any) -> ResponseObject:
         """Return the response with its items, from what other endpoints send as choices."""
         (said,) = cast("list[WholeAnswer]", values["choices"])
-        _, _, number = values["id"].partition("-")
+        number = values["id"].removeprefix(self.prefix)
         return self.response(
-            f"{self.prefix}_{number}",
+            values["id"],
             values["created"],
             values["model"],
             items_of(number, said.deltas, said.status),
@@ -200,15 +200,14 @@ class ResponseEvents(AnswerEvents):
 
     def _failure(self, error: ApiError) -> bytes:
         """Return an error as the two events that end a response."""
-        code, said = error.code or error.kind, str(error)
+        code, said = error.noted(self._answering.note)["error"]["code"] or error.kind, str(error)
         failed = self._response("failed", [], error=ResponseFailure(code=code, message=said))
         first = self._named("error", code=code, message=said, param=error.param)
         return first + self._typed("failed", response=failed)
 
     def _response(self, status: Status, output: Sequence[OutputItem], **ended: Any) -> ResponseObject:
         answering, form = self._answering, cast("ResponseForm", self._form)
-        name = f"{form.prefix}_{answering.id}"
-        return form.response(name, answering.created, answering.serving.model, output, status, **ended)
+        return form.response(answering.answer_id, answering.created, answering.serving.model, output, status, **ended)
 
     def _written(self, events: Sequence[TypedEvent]) -> bytes:
         return b"".join([self._typed(event.kind, **event.values) for event in events])

@@ -13,36 +13,56 @@ import socket
 import time
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from specbranch.async_engine import AsyncLLM
 from specbranch.engine import LLM
 from specbranch.errors import BadParameter
 from specbranch.serve.app import create_app
-from specbranch.serve.connections import BACKLOG, GuardedProtocol
+from specbranch.serve.connections import BACKLOG, Connections, GuardedProtocol
+from specbranch.serve.limits import Limits
 from specbranch.serve.logs import write_json
-from specbranch.serve.serving import Serving
 from specbranch.serve.settings import ServerSettings
+from specbranch.serve.unix_socket import UnixSocket
 
 log = logging.getLogger("specbranch.serve")
 KEPT_ALIVE = 30  # seconds that a connection stays open without a request
 DRAIN_LOOK = 0.05  # seconds between two checks if all is answered
 
 
+class Counts(Protocol):
+    """What a server counts."""
+
+    @property
+    def limits(self) -> Limits:
+        """Its requests."""
+        ...
+
+    @property
+    def connections(self) -> Connections:
+        """Its connections."""
+        ...
+
+
 class GracefulServer(uvicorn.Server):
     """A server that, once it is to stop, finishes its answers and refuses new requests with a sentence meanwhile."""
 
-    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
-        serving: Serving = app.state.serving
+    def __init__(self, app: Starlette, settings: ServerSettings, unix: UnixSocket | None = None) -> None:
+        """Serve an application whose state has the counts of a server: its `limits` and `connections`.
+
+        `unix`: the unix socket that it listens at, whose file is removed at the end.
+        """
+        serving: Counts = app.state.serving
         protocol: Any = partial(GuardedProtocol, serving.connections)
         config = uvicorn.Config(
             app,
             host=settings.host,
             port=settings.port,
             http=protocol,
+            loop="asyncio",  # uvloop, if it happens to be installed, reports errors of listening later
             ws="none",
             backlog=BACKLOG,
             log_config=None,
@@ -51,11 +71,14 @@ class GracefulServer(uvicorn.Server):
             timeout_keep_alive=KEPT_ALIVE,
         )
         super().__init__(config)
+        self._unix = unix
         self._limits, self._connections, self._grace = serving.limits, serving.connections, settings.grace
 
     @property
     def address(self) -> str:
         """Where it listens."""
+        if self._unix is not None:
+            return f"unix:{self._unix.path}"
         host, port, *_ = self.servers[0].sockets[0].getsockname()
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -72,13 +95,18 @@ class GracefulServer(uvicorn.Server):
         while self._limits.requests and not self.force_exit and time.monotonic() < end:
             await asyncio.sleep(DRAIN_LOOK)
         self.config.timeout_graceful_shutdown = max(round(end - time.monotonic()), 1)
-        await super().shutdown(sockets)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            if self._unix is not None:
+                self._unix.remove()  # here: behind this, the signal that stopped the server ends the process
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take no more requests. Running answers are finished, unless a second signal comes."""
-        self.force_exit = self.force_exit or self.should_exit
+        is_second = self.should_exit
+        super().handle_exit(sig, frame)  # first: uvicorn takes a Ctrl-C of a server that stops for a second one
         self.stop()
-        super().handle_exit(sig, frame)
+        self.force_exit = is_second
 
     def stop(self) -> None:
         """Stop as a signal does, if the server runs in a thread."""
@@ -87,8 +115,12 @@ class GracefulServer(uvicorn.Server):
 
 
 def bound(settings: ServerSettings) -> list[socket.socket]:
-    """Bind the port at all addresses of the host, before anything is loaded; it does not listen yet."""
+    """Bind the port at all addresses of the host, before anything is loaded; it does not listen yet. A unix socket is
+    only checked: it exists as soon as it is bound, and then clients expect an answer."""
     found: list[socket.socket] = []
+    if (unix := UnixSocket.of(settings)) is not None:
+        unix.check()
+        return found
     port = settings.port
     try:
         for family, address in _addresses(settings.host):
@@ -106,12 +138,19 @@ def bound(settings: ServerSettings) -> list[socket.socket]:
     return found
 
 
+def opened(settings: ServerSettings, sockets: list[socket.socket]) -> tuple[UnixSocket | None, list[socket.socket]]:
+    """Return the sockets to listen at, once the server is about to answer: those that are bound, or a unix socket."""
+    unix = UnixSocket.of(settings)
+    return (None, sockets) if unix is None else (unix, [unix.bind()])
+
+
 def serve(llm: LLM, settings: ServerSettings, sockets: list[socket.socket]) -> None:
     """Serve a loaded LLM at sockets that are bound, until a signal comes."""
     write_json(settings.log_text)
+    unix, listening = opened(settings, sockets)
     app = create_app(AsyncLLM(llm, max_batch=settings.max_batch), settings)
     try:
-        GracefulServer(app, settings).run(sockets)
+        GracefulServer(app, settings, unix).run(listening)
     except OSError as error:  # another server was quicker to listen
         raise _not_bound(settings, error) from None
 

@@ -5,6 +5,7 @@ Owns their names, defaults and checks. It holds nothing of a request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: Path | None = None  # a unix socket to listen at, instead of host and port
+    uds_mode: str = "600"  # who may open it, in octal digits
     model_name: str | None = None  # None: the target's own
     keys: Path | None = None  # a file of hashed keys; None: everybody who reaches the server may use it
     allowed_hosts: tuple[str, ...] = ()  # host names under which it may be addressed besides its own
@@ -42,6 +45,7 @@ class ServerSettings:
     timeout: float = 600.0  # seconds in which a request has to be answered
     grace: float = 60.0  # seconds that running answers have once the server is stopped
     log_text: bool = False  # log prompts and answers
+    otlp_traces_endpoint: str | None = None  # where traces are sent; None: where OpenTelemetry's variables say
     tool_call_parser: str | None = None  # the format of tool calls; None: the one that the chat template shows
     reasoning_parser: str | None = None  # the format of reasoning; None: the one that the chat template shows
 
@@ -57,13 +61,19 @@ class ServerSettings:
             raise BadParameter(f"max_tokens is {self.max_tokens!r}; expected a whole number ≥ 1, or nothing.")
         _check_name("tool call parser", self.tool_call_parser, (*FORMATS, *FORMAT_ALIASES))
         _check_name("reasoning parser", self.reasoning_parser, (*REASONING, NO_REASONING))
+        if not re.fullmatch("[0-7]{3}", self.uds_mode):
+            raise BadParameter(f"uds_mode is {self.uds_mode!r}; expected three octal digits, such as 660.")
+        url = self.otlp_traces_endpoint
+        if url is not None and not re.match(r"https?://[^/\s]", url):
+            said = f"otlp_traces_endpoint is {url!r:.80}; expected an address such as"
+            raise BadParameter(f"{said} http://localhost:4318/v1/traces.")
         if not 0 <= self.port <= 65535:
             raise BadParameter(f"port is {self.port}; expected one from 0 (any that is free) to 65535.")
 
     @property
     def is_local(self) -> bool:
         """True if only this machine can reach the server."""
-        return is_loopback(self.host)
+        return self.uds is not None or is_loopback(self.host)
 
 
 def _check_name(what: str, name: str | None, known: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from specbranch.serve.call_grammar import GRAMMARS, CallGrammar, Function, json_
 from specbranch.serve.errors import ApiError
 from specbranch.serve.protocol import ChatMessage, EarlierCall, NamedTool, Tool
 from specbranch.serve.settings import ServerSettings
+from specbranch.text.continuation import REASONING_FIELD
 from specbranch.text.tools.answer_parser import AnswerParser, CallParser
 from specbranch.text.tools.formats import (
     EXACT_FORMATS,
@@ -117,6 +118,16 @@ class ToolUse:
             return ()
         return "" if thinking.are_open(prompt) else thinking.opening, thinking.closing
 
+    def check_begun(self, begun: str) -> None:
+        """Refuse to continue a message that ends within a call: the parser of the answer would see half of it."""
+        parser = self.parser("")
+        parser.feed(begun)
+        if parser.is_within_call:
+            said = (
+                "continue_final_message is true, but the last message ends within a tool call, which is not continued."
+            )
+            raise ApiError(400, f"{said} End it before the call.", param="continue_final_message")
+
     def reasoning_tokens(self, prompt: str, output: Output) -> int:
         """Return how many tokens of an answer are reasoning."""
         thinking = self.formats.thinking
@@ -134,6 +145,16 @@ class ToolUse:
             ReasoningParser(thinking, thinking.are_open(prompt)) if thinking else None,
             CallParser(calls, schemas) if calls else None,
         )
+
+
+def begun_lead(field: str, begun: str, formats: AnswerFormats) -> str | None:
+    """Return what a parser takes for the text before an answer that continues a message: a marker that says if the
+    message has ended within its reasoning. None: nothing was written, so the prompt itself says so."""
+    thinking = formats.thinking
+    if thinking is None or not begun.strip():
+        return None
+    is_open = field == REASONING_FIELD or begun.rfind(thinking.opening) > begun.rfind(thinking.closing)
+    return thinking.opening if is_open else thinking.closing
 
 
 def constraint_of_tools(formats: AnswerFormats, wish: ToolWish, tokenizer: Tokenizer) -> dict[str, Any]:

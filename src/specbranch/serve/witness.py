@@ -45,5 +45,8 @@ def finished(output: Output | None) -> LiveEvent | None:
         "method": output.method,
         "finish_reason": output.finish_reason,
         "text": output.text,
-        **{name: output.stats.get(name) for name in (*names, "branch_hits", "branch_hit_rate", "ttft_seconds", "arms")},
+        **{
+            name: output.stats.get(name)
+            for name in (*names, "branch_hits", "branch_hit_rate", "rollback", "ttft_seconds", "arms")
+        },
     }

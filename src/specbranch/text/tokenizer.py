@@ -24,6 +24,7 @@ from specbranch.errors import BadParameter, ModelError
 from specbranch.file_values import FileValues, read_object
 from specbranch.text.byte_letters import TokenBytes
 from specbranch.text.chat_template import ChatTemplate, Message
+from specbranch.text.continuation import open_text
 from specbranch.text.conversion import TOKENIZER, convert, file_key, folder_key, kept_folder
 from specbranch.text.detokenizer import TokenDecoder
 from specbranch.text.longest_token import TextBound, text_bound
@@ -130,6 +131,11 @@ class Tokenizer:
         return self._template is not None and "strftime_now" in self._template.source
 
     @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template."""
+        return self._template
+
+    @property
     def tool_template(self) -> ChatTemplate | None:
         """The chat template for requests with tools."""
         return self._tool_template
@@ -156,9 +162,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Return the ids of a conversation; the template writes a BOS where the model wants one, so none is added."""
-        text = self.chat_text(messages, add_generation_prompt, tools, variables)
+        text = self.chat_text(messages, add_generation_prompt, tools, variables, continue_final_message)
         return self.encode(text, add_special=not self.has_chat_template)
 
     def chat_text(
@@ -167,9 +174,13 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
-        """Return the text of a conversation; `chat` returns its ids."""
+        """Return the text of a conversation; `chat` returns its ids. With `continue_final_message` it ends with the
+        last message, whatever `add_generation_prompt` says."""
         _check_messages(messages)
+        if continue_final_message:
+            return open_text(messages, lambda said: self.chat_text(said, False, tools, variables))
         template = self._tool_template if tools else self._template
         if template is None:
             return self._plain_chat(messages, add_generation_prompt)

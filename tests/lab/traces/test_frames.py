@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 
 from specbranch.clock.profile import CostProfile
 from specbranch.core.experience import Experience
+from specbranch.core.grammar import Mask
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
+from specbranch.core.orders import Context, Orders, Reports, Span, TokenLogprobs, Verdict, Verify
 from specbranch.core.session import Session
 from specbranch.core.trace import Trace
 from specbranch.lab.bench.methods import default_setting
@@ -109,6 +112,52 @@ def test_a_frame_is_plain_values_for_a_page() -> None:
     assert (reported["path"], reported["token"], reported["text"]) == (list(frame.path), frame.token, str(frame.token))
 
 
+@pytest.mark.parametrize("name", ["speculative", "tree", "specbranch"])
+def test_what_frames_roll_back_is_what_the_statistics_count_as_rejected(name: str) -> None:
+    rolled_back = list[int]()
+    for seed, ending in itertools.product(range(2), ENDINGS):
+        session, frames, _ = filmed(name, seed, ending)
+        rolled_back.append(sum(one.rolled_back for one in frames))
+        assert rolled_back[-1] == session.stats.rejected + session.stats.siblings
+        assert all(one.checked == sum(node.sent for node in one.nodes) for one in frames)
+    assert sum(rolled_back) > 0
+
+
+def test_a_grammar_marks_what_it_forced_and_what_it_took_the_likelier_token_from() -> None:
+    allowed = (Mask.of([7]), Mask.of([3, 9]), Mask.of([2, 4, 5]))
+    top = [TokenLogprobs(-0.5, ((token, -0.1),)) for token in (7, 8, 4)]
+    order = Verify(Context(1, ()), (7, 9), allowed=allowed)
+    reports = Reports(verdict=Verdict((0, 1), 4, tuple(top)), verifying=Span(0.0, 1.0))
+    frame = Film().see(Orders(verify=order), reports, 3)
+    assert frame is not None and frame.guided == ("forced", "masked", "free")
+    ended = Film().see(Orders(verify=order), reports, 2)
+    assert ended is not None and ended.guided == ("forced", "masked") and ended.rolled_back == 0
+    free = Film().see(Orders(verify=replace(order, allowed=None)), reports, 3)
+    assert free is not None and free.guided == ()
+
+
+def test_a_planned_round_says_its_share_of_the_batch() -> None:
+    loop, films = Loop(virtual_clock(0.25, profile=PROFILE)), dict[int, list[Frame]]()
+    config = default_setting("specbranch", {"num_speculative_tokens": 4, "max_branches": 6}).config
+    assert config is not None
+    for seed in range(3):
+        session, film = Case((seed, 2), 0.7, seed, ENDINGS[0]).session(next_number()), Film()
+        frames = films[session.number] = []
+        session.on_round = lambda *seen, film=film, frames=frames: frames.extend(filter(None, [film.see(*seen)]))
+        loop.join(session, METHODS["specbranch"].start(session, config, Experience(PROFILE)))
+    run_out(loop)
+    shares = [one.batch for frames in films.values() for one in frames if one.batch]
+    assert max(one.requests for one in shares) == 3
+    assert all(one.own_rows <= one.rows and (one.requests > 1 or one.own_rows == one.rows) for one in shares)
+    by_round = defaultdict(list)
+    for frames in films.values():
+        for one in frames:
+            if one.batch and one.batch.requests == 3:
+                by_round[one.target].append(one.batch)
+    whole = [shares for shares in by_round.values() if len(shares) == 3]
+    assert whole and all(sum(one.own_rows for one in shares) == shares[0].rows for shares in whole)
+
+
 @pytest.mark.parametrize("name", ["pearl", "tree", "specbranch"])
 def test_a_trimmed_frame_says_the_same(name: str) -> None:
     _, frames, _ = filmed(name, 1)
@@ -119,5 +168,8 @@ def test_a_trimmed_frame_says_the_same(name: str) -> None:
         assert len(trimmed.nodes) <= max(12, len(frame.path) + 1)
         assert trimmed.drafted == frame.drafted == sum(node.given == frame.number for node in frame.nodes)
         assert all(node.parent < at for at, node in enumerate(trimmed.nodes))
+        assert (trimmed.checked, trimmed.rolled_back) == (frame.checked, frame.rolled_back)
+        if frame.checked < 6:
+            assert sum(node.sent for node in trimmed.nodes) == frame.checked
         for above, node in itertools.pairwise((-1, *trimmed.path)):
             assert trimmed.nodes[node].parent == above

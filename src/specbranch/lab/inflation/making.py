@@ -15,18 +15,18 @@ import torch
 
 from specbranch.assembly import ModelChoice, chosen_device
 from specbranch.config import WEIGHTS
-from specbranch.errors import BadParameter, ModelError
+from specbranch.errors import ModelError
 from specbranch.lab.inflation.recipe import is_inflation, refuse_other_folder, write_inflation
 from specbranch.lab.inflation.shapes import Shape, ShapeChoice
 from specbranch.lab.inflation.sizing import Sized, sized
 from specbranch.lab.inflation.tensors import shape_of
 from specbranch.lab.measure.likeness import Likeness, compare
 from specbranch.models.cache.pool_size import weight_bytes
-from specbranch.models.drafts.draft_name import draft_config, is_draft_folder
+from specbranch.models.drafts.draft_name import is_draft_folder
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.identity import model_identity
-from specbranch.models.files.store import KNOWN
 from specbranch.pairs import draft_path
+from specbranch.training.making.draft_target import target_of
 from specbranch.training.making.writing import Fetch
 
 FACTS = ("kind", "source", "source_identity", "shape", "head_rows", "head_scored", "seed")
@@ -101,7 +101,7 @@ def inflate(job: InflationJob, fetch: Fetch) -> MadeInflation:
     device = chosen_device(job.device)
     dtype = ModelChoice(job.model, dtype=job.dtype).dtype or ("float32" if device == "cpu" else "bfloat16")
     source = fetch(draft_path(job.model))
-    target = _target_of(source, job.target, fetch) if is_draft_folder(source) and not is_inflation(source) else None
+    target = target_of(source, job.target, fetch) if is_draft_folder(source) and not is_inflation(source) else None
     plan = sized(job.model, source, job.shape, target, job.seed)
     # in plain floats, whatever its file has
     weights: Any = dtype if dtype in WEIGHTS else None
@@ -115,11 +115,3 @@ def inflate(job: InflationJob, fetch: Fetch) -> MadeInflation:
         raise ModelError(f"{name} is another model than its source: {made.compared()} Nothing was written.")
     write_inflation(job.out, made.sized.recipe)
     return made
-
-
-def _target_of(draft: str, given: str | None, fetch: Fetch) -> str:
-    """Return the path of a draft's target: the given one, or the one that its folder names if it is known here."""
-    named = given or (draft_config(draft) or {}).get("target")
-    if given is None and named not in KNOWN:
-        raise BadParameter(f"{draft} is a draft for {named}, which is no known name. Say where that is with --target.")
-    return fetch(str(named))

@@ -1,104 +1,21 @@
-"""The machine of a case: a virtual clock over its true costs, with first-time spikes and slow stretches.
+"""The machine of a case: a virtual clock over its true costs, also for rounds of the forest.
 
-Owns the time. Invariant: no planner reads these costs. It learns from the spans of its rounds, in which spikes and slow
-stretches show. `MachineClock.charged` leaves the time of the spikes themselves out.
+Owns the time. Does not own what forwards take (`true_costs.py`), or what a round of the forest does
+(`forest_machine.py`). Invariant: `MachineClock.charged` leaves the time of the spikes themselves out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
 
-from specbranch.clock.profile import Beginning, CostProfile, Points
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
-from specbranch.core.orders import Orders, Reports, Span
+from specbranch.core.forest import ForestOrders
+from specbranch.core.forest_loop import ForestReports
+from specbranch.core.orders import Orders, Prefill, Reports, Span
 from specbranch.exec.verifier import Verifier
-from specbranch.lab.regret.case import SLOW_FACTOR, SPIKE_SECONDS, Case, Draws
+from specbranch.lab.regret.forest_machine import ForestMachine
 from specbranch.lab.regret.toy_pair import ScriptedDraft, ScriptedTarget, Scripts
-
-Model = Literal["target", "draft"]
-Progress = Callable[[], float]  # the share of all tokens that is emitted
-MANY_ROWS = 256  # a second point of each cost curve; beyond it the slope goes on
-
-
-class TrueCosts(CostProfile):
-    """The costs of a case. They change with time, so they also take what was run before."""
-
-    __slots__ = ("_case", "_met", "_progress", "draft_steps", "forwards", "spiked")
-    _case: Case
-    _progress: Progress
-    _met: set[tuple[Model, int]]
-    spiked: dict[Model, float]  # seconds of spikes in this round
-    forwards: list[int]  # rows of all target forwards
-    draft_steps: list[int]
-
-    def __init__(self, case: Case, progress: Progress) -> None:
-        draft = case.target * case.draft_share
-        super().__init__(
-            target=_curve(case.target, case.row_share, case.free_rows),
-            draft=_curve(draft, case.lane_share, 1),
-            host=case.host,
-            overlap=case.overlap,
-            draft_setup=case.draft_setup,
-            slow_down=0.02 * case.target if case.overlap else 0.0,
-        )
-        own: dict[str, object] = {
-            "_case": case,
-            "_progress": progress,
-            "_met": set(),
-            "forwards": [],
-            "draft_steps": [],
-        }
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
-        self.begin_round()
-
-    def begin_round(self) -> None:
-        """Forget the spikes of the round before."""
-        object.__setattr__(self, "spiked", {"target": 0.0, "draft": 0.0})
-
-    def target_seconds(self, tokens: int, context: float | None = None) -> float:
-        """Charge a target forward; without a context it is only a question."""
-        seconds = self._factor * super().target_seconds(tokens)
-        if context is None:
-            return seconds
-        self.forwards.append(tokens)
-        return seconds + self._spike("target", tokens)
-
-    def draft_seconds(self, width: int, context: float | None = None) -> float:
-        """Charge a draft step, likewise."""
-        seconds = self._factor * super().draft_seconds(width)
-        if context is None:
-            return seconds
-        self.draft_steps.append(width)
-        return seconds + self._spike("draft", width)
-
-    def host_seconds(self, begun: Beginning) -> float:
-        """Charge the host's part of a round."""
-        return self._factor * self.host
-
-    @property
-    def _factor(self) -> float:
-        done = self._progress() if self._case.slow else 0.0
-        return SLOW_FACTOR if any(start <= done < end for start, end in self._case.slow) else 1.0
-
-    def _spike(self, model: Model, rows: int) -> float:
-        """Return the seconds of a first time, 0 after it; sizes up to a power of two share one."""
-        kind = model, (rows - 1).bit_length()
-        if not self._case.spike or kind in self._met:
-            return 0.0
-        self._met.add(kind)
-        seconds = Draws(f"spike {self._case.seed} {kind}").by_ratio((SPIKE_SECONDS[0], self._case.spike))
-        self.spiked[model] += seconds
-        return seconds
-
-
-def _curve(seconds: float, share: float, free_rows: int) -> Points:
-    return (
-        (1.0, seconds),
-        (float(free_rows + 1), seconds * (1.0 + share)),
-        (float(MANY_ROWS), seconds * (1.0 + share * (MANY_ROWS - free_rows))),
-    )
+from specbranch.lab.regret.true_costs import Progress, TrueCosts
 
 
 class _PromptsUncharged(Verifier):
@@ -118,8 +35,10 @@ class _DraftPromptsUncharged(MeteredDrafter):
 class MachineClock(VirtualClock):
     """An executor on the machine of a case."""
 
-    def __init__(self, scripts: Scripts, progress: Progress) -> None:
-        self.costs = TrueCosts(scripts.case, progress)
+    def __init__(self, scripts: Scripts, progress: Progress, forest: bool = False) -> None:
+        """`forest`: the device makes rounds of the forest, and launches plain ones ahead."""
+        self.costs = TrueCosts(scripts.case, progress, hides_host=forest)
+        self._forest = ForestMachine(scripts, self.costs) if forest else None
         target, draft = ScriptedTarget(scripts), ScriptedDraft(scripts)
         super().__init__(_PromptsUncharged(target), _DraftPromptsUncharged(draft), self.costs)
         self._spikes = 0.0
@@ -139,6 +58,42 @@ class MachineClock(VirtualClock):
             target = _longest(report.verifying for report in reports.values())
             self._spikes += prolonged(draft, target, spiked["draft"], spiked["target"], self.costs.overlap)
         return reports
+
+    @property
+    def grows_forests(self) -> bool:
+        """True if the run wants such rounds."""
+        return self._forest is not None
+
+    def joins_forest(self, session: int, length: int) -> bool:
+        """Return True: every session of the lab can take part."""
+        return True
+
+    def decode_forest(self, orders: ForestOrders, prefills: Mapping[int, Prefill]) -> ForestReports | None:
+        """Make a round of the forest; the host is hidden behind it unless it takes longer."""
+        assert self._forest is not None
+        reached, short = self.target.prefill(prefills)
+        flight, launched = self._forest.decode(orders)
+        orders.meanwhile()
+        started = self._now
+        self._now += max(flight.seconds, self.costs.seconds_of_host() * len(orders.texts))
+        self._spikes += flight.spiked
+        for session, report in flight.reports.items():  # the target holds all but the last token
+            self.target.runner.extend(session, (orders.texts[session][-1], *report.tokens[:-1]))
+        # Spans of other rounds end before the host's part.
+        span = Span(started - self.costs.host, self._now - self.costs.host, flight.rows, self.target.prefill_counts())
+        steps = flight.steps if flight.ahead and not prefills else None
+        return ForestReports(flight.reports, span, launched, short, reached, steps)
+
+    def leave_forest(self) -> None:
+        """Forget what is launched."""
+        if self._forest is not None:
+            self._forest.leave()
+
+    def free(self, session: int) -> None:
+        """Free a session in both models."""
+        super().free(session)
+        if self._forest is not None:
+            self._forest.forget(session)
 
 
 def prolonged(draft: float, target: float, draft_spike: float, target_spike: float, overlap: bool) -> float:

@@ -19,6 +19,7 @@ from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.errors import BadParameter
 from specbranch.lab.regret.case import REQUEST_TOKENS, Case
+from specbranch.lab.regret.forest_machine import padded
 from specbranch.lab.regret.machine import MachineClock
 from specbranch.lab.regret.toy_pair import Script, Scripts
 from specbranch.lab.replay.decode import Diverged
@@ -103,18 +104,21 @@ def judged(names: tuple[str, ...]) -> list[Contender]:
     return found
 
 
-def run(scripts: Scripts, one: Contender) -> Run:
-    """Decode all requests of a case, batch after batch."""
-    return CaseRun(scripts, one).run()
+def run(scripts: Scripts, one: Contender, forest: bool = False) -> Run:
+    """Decode all requests of a case, batch after batch; `forest` as for `CaseRun`."""
+    return CaseRun(scripts, one, forest).run()
 
 
 class CaseRun:
     """One method at work on a case. The method gets a session and its own experience, never the case."""
 
-    def __init__(self, scripts: Scripts, one: Contender) -> None:
+    def __init__(self, scripts: Scripts, one: Contender, forest: bool = False) -> None:
+        """`forest`: the machine makes rounds of the forest, unless it has two devices."""
         self.scripts, self.contender = scripts, one
-        self.clock = MachineClock(scripts, self._progress)
-        self.experience = Experience(MeasuredCosts(overlap=scripts.case.overlap), has_draft=True)
+        forest = forest and not scripts.case.overlap
+        self.clock = MachineClock(scripts, self._progress, forest)
+        costs = MeasuredCosts(scripts.case.overlap, padded if forest else None, launches_ahead=forest)
+        self.experience = Experience(costs, has_draft=True)
         self._loop = Loop(self.clock, costs=self.experience.learned if one.learns_costs else None)
         self._sessions: list[Session] = []
         self._ended = 0  # tokens of earlier batches

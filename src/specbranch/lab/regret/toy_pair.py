@@ -61,6 +61,28 @@ class Scripts:
         """How many tokens the longest text has."""
         return max(len(one.prompt) + len(one.answer) for one in self.requests)
 
+    def mark_of(self, text: Sequence[int]) -> Mark:
+        """Return what is known after a text."""
+        mark = Mark(0, self.case.agreement, 0)
+        for token in text:
+            mark = self.after(mark, token)
+        return mark
+
+    def after(self, mark: Mark, token: int) -> Mark:
+        """Return what is known after one more token.
+
+        Off the scripts the agreement stays; the target's token is a hash.
+        """
+        state = mixed(mark.state, token)
+        return self.marks.get(state) or Mark(state, mark.agreement, state % SCRIPT_VOCABULARY)
+
+    def proposal(self, mark: Mark) -> Proposal:
+        """Return what the draft proposes there."""
+        found = self.proposals.get(mark.state)
+        if found is None:
+            found = self.proposals[mark.state] = _proposal(mark, self.case)
+        return found
+
 
 def make_scripts(case: Case) -> Scripts:
     """Write the texts of a case."""
@@ -108,15 +130,13 @@ class _ScriptedRunner(PlainSlots[Mark]):
 
     def __init__(self, scripts: Scripts) -> None:
         super().__init__(scripts.vocabulary, scripts.longest + SPARE_SLOTS)
-        self._known, self._case = scripts.marks, scripts.case
+        self._scripts = scripts
 
     def _start(self) -> Mark:
-        return Mark(0, self._case.agreement, 0)
+        return self._scripts.mark_of(())
 
     def _after(self, mark: Mark, token: int, position: int) -> Mark:
-        """Return what is known after a token. Off the script the agreement stays; the target's token is a hash."""
-        state = mixed(mark.state, token)
-        return self._known.get(state) or Mark(state, mark.agreement, state % SCRIPT_VOCABULARY)
+        return self._scripts.after(mark, token)
 
 
 class ScriptedTarget(_ScriptedRunner):
@@ -137,19 +157,13 @@ class ScriptedTarget(_ScriptedRunner):
 class ScriptedDraft(_ScriptedRunner):
     """The draft of a case: its first candidate is the target's token with the phase's chance."""
 
-    def __init__(self, scripts: Scripts) -> None:
-        super().__init__(scripts)
-        self._proposed = scripts.proposals
-
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Add nodes, and return candidates after each asked one."""
         self.feed(work)
         return [self._proposal(self._marks[ask.seq][ask.node], ask.width) for ask in asks]
 
     def _proposal(self, mark: Mark, width: int) -> Proposal:
-        found = self._proposed.get(mark.state)
-        if found is None:
-            found = self._proposed[mark.state] = _proposal(mark, self._case)
+        found = self._scripts.proposal(mark)
         return Proposal(found.tokens[:width], found.confidence, odds=found.odds[:width])
 
 

@@ -87,11 +87,8 @@ def _evaluation(values: FileValues) -> DraftEvaluation:
         raise ModelError(f"{values.name} is of another version of specbranch. {MEASURE_AGAIN}")
     first, other = (_counts(values, kind) for kind in ("first", "other"))
     found = DraftEvaluation(first, other, values.text("text", ""))
-    if found.positions < 1 or found.covered > found.positions:
-        raise ModelError(
-            f"{values.name} has {found.positions} positions, and {found.covered} at which a candidate is the target's "
-            f"token; expected at least one, and no more of the second than of the first. {MEASURE_AGAIN}"
-        )
+    if (fault := found.fault) is not None:
+        raise ModelError(f"{values.name} is impossible: {fault}. {MEASURE_AGAIN}")
     for name in ("positions", "hits", "covered"):
         if values.count(name, least=0) != (counted := getattr(found, name)):
             values.refuse(name, f"{counted}, the sum of its classes")

@@ -28,6 +28,8 @@ USE_TRANSFORMERS = "Load it with runner='transformers'."
 MOST_SIZE = 1 << 26  # largest dimension: far beyond any model, and the product of two does not overflow
 THETAS = (2.0, 1e15)  # bases of rotary positions
 FACTORS = (1e-6, 1e6)  # range of scaling factors
+SPECULATORS_TYPE, INDEPENDENT = "speculators_model_type", "independent"  # of a draft that is a plain model
+DRAFT_VOCABULARY = "draft_vocab_size"  # tokens of a reduced head, in the same form
 COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "context_length")
 
 
@@ -75,6 +77,7 @@ class Architecture:
     bos_id: int | None
     # rows of the output head if it has more than the vocabulary; nothing reads the rows behind it
     head_rows_charged: int | None = None
+    head_tokens: int | None = None  # tokens that a reduced head in the model's own file scores; None: all
 
     @property
     def head_rows(self) -> int:
@@ -126,6 +129,7 @@ class Architecture:
             window=active_window(config, name),
             eos_ids=values.ids("eos_token_id"),
             bos_id=next(iter(values.ids("bos_token_id")), None),
+            head_tokens=_head_tokens(values),
         )
 
     @classmethod
@@ -199,10 +203,22 @@ def _refuse_variants(values: FileValues, name: str) -> None:
         raise UnsupportedArchitecture(
             f"{name} turns only {part} of each head by position; the native decoder turns all. {USE_TRANSFORMERS}"
         )
+    if (kind := values.text(SPECULATORS_TYPE, INDEPENDENT)) != INDEPENDENT:
+        raise UnsupportedArchitecture(
+            f"{name} is a draft of kind {kind!r}, which reads its target's hidden states; SpecBranch runs drafts that "
+            "are models of their own. Give another draft, or make one with `specbranch distill`."
+        )
     if method := values.group("quantization_config").text("quant_method", ""):
         raise UnsupportedArchitecture(
             f"{name} is stored in {method!r} quantisation, which the native decoder does not read. {USE_TRANSFORMERS}"
         )
+
+
+def _head_tokens(values: FileValues) -> int | None:
+    """Return how many tokens a reduced head scores; None if it scores all."""
+    vocabulary = _count(values, "vocab_size")
+    kept = values.count(DRAFT_VOCABULARY, vocabulary, most=vocabulary)
+    return None if kept == vocabulary else kept
 
 
 def _count(values: FileValues, key: str, default: int | None = None) -> int:
@@ -240,7 +256,7 @@ def _scaled(kind: str, theta: float, scaling: FileValues, context: int, name: st
 def _yarn(theta: float, scaling: FileValues, context: int, original: int) -> Rope:
     factor = scaling.number("factor", context / original, *FACTORS)
     scale, over = (scaling.number(key, 0.0, 0.0, FACTORS[1]) for key in ("mscale", "mscale_all_dim"))
-    usual = _mscale(factor, scale) / _mscale(factor, over) if scale and over else _mscale(factor, 1.0)
+    usual = _mscale(factor, scale) / _mscale(factor, over) if scale and over else usual_magnitude(factor)
     return Rope(
         theta,
         "yarn",
@@ -251,6 +267,11 @@ def _yarn(theta: float, scaling: FileValues, context: int, original: int) -> Rop
         truncate=scaling.flag("truncate", True),
         magnitude=scaling.number("attention_factor", usual, *FACTORS),
     )
+
+
+def usual_magnitude(factor: float) -> float:
+    """Return YaRN's factor of cos and sin if no other one is set."""
+    return _mscale(factor, 1.0)
 
 
 def _mscale(factor: float, weight: float) -> float:

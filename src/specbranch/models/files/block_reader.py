@@ -73,3 +73,8 @@ def _read_part(
 def halves_together(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows of each head so that dimension i is paired with i + head_dim/2."""
     return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def pairs_together(rows: Tensor, head_dim: int) -> Tensor:
+    """Undo `halves_together`: dimension 2i of each head is paired with 2i + 1."""
+    return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -43,6 +43,7 @@ HUGGING_FACE = {
     "up": "model.layers.{}.mlp.up_proj",
     "down": "model.layers.{}.mlp.down_proj",
 }
+D2T = "d2t"  # of a reduced head: by how much the token of each row lies above the row's number
 GGUF = {
     "embedding": "token_embd",
     "norm": "output_norm",
@@ -105,7 +106,12 @@ class Weights:
         return (*(matrix for layer in self.layers for matrix in layer.matrices), head)
 
     def in_floats(self) -> tuple[Tensor, Matrix]:
-        """Return the embedding and the head of a model that was read in floats."""
+        """Return the embedding and the head of a model that was read in floats; refuse one with a reduced head."""
+        if self.reduced is not None:
+            raise ModelError(
+                f"The model's head scores {self.reduced.matrix.outs} tokens; expected all. It is a draft: name a model "
+                "that scores its whole vocabulary."
+            )
         assert isinstance(self.embedding, Tensor) and isinstance(self.head, Matrix)
         return self.embedding, self.head
 
@@ -131,8 +137,10 @@ def read_weights(
     reader = _Reader(arch, source, device, dtype, stored)
     embedding = reader.embedding()
     head = reader.head(embedding)
+    reduced = reader.columns()
     layers = tuple(reader.layer(index) for index in range(arch.layers))
-    return Weights(embedding, layers, reader.vector("norm", arch.hidden), head)
+    norm = reader.vector("norm", arch.hidden)
+    return Weights(embedding, layers, norm, head, None if reduced is None else ReducedHead(head, reduced))
 
 
 def read_layers(
@@ -200,11 +208,20 @@ class _Reader:
         return self.vocabulary_matrix("embedding", self.arch.vocabulary)
 
     def head(self, embedding: Embedding) -> AnyMatrix:
-        part, rows = "embedding" if self.arch.tied else "head", self.arch.head_rows
+        part, rows = "embedding" if self.arch.tied else "head", self.arch.head_tokens or self.arch.head_rows
         if (blocks := self.blocks({part: rows}, self.arch.hidden, 0, leading=True)) is not None:
             return blocks
         tied = embedding if self.arch.tied and isinstance(embedding, Tensor) else None
         return self.quantised(Matrix(self.vocabulary_matrix(part, rows) if tied is None else tied))
+
+    def columns(self) -> Columns | None:
+        """Read which tokens a reduced head scores; None if it scores all."""
+        if self.arch.head_tokens is None:
+            return None
+        above = torch.empty(self.arch.head_tokens, dtype=torch.int64)
+        self.source.read(D2T, above)
+        ids = above + torch.arange(len(above))
+        return Columns(ids.to(self.device), self.arch.vocabulary)
 
     def blocks(self, parts: dict[str, int], ins: int, layer: int, *, leading: bool = False) -> BlockMatrix | None:
         """Read a matrix in its file's blocks; None unless `stored` asks for that and the file has blocks."""

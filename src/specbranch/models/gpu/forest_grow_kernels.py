@@ -94,8 +94,9 @@ def _weigh(chances, nodes, count, now, live):
 
 
 @triton.jit
-def _add_candidates(growth, chances, nodes, result, count, now, live):
-    """Add the draft's proposals after some nodes, or after the text; returns the new number of nodes."""
+def _add_candidates(growth, chances, nodes, result, count, now, live, SIZE: tl.constexpr):
+    """Add the draft's proposals after some nodes, or after the text, as far as there is room; returns the new number
+    of nodes."""
     rank = tl.arange(0, ENTRIES)
     is_root = now == ROOT
     top = tl.load(result + BEFORE + ENTRIES, mask=live, other=0.0).to(tl.float64)
@@ -123,6 +124,7 @@ def _add_candidates(growth, chances, nodes, result, count, now, live):
     tl.store(old + SAID, said, mask=again)
     fresh = there & (known < 0) & ((reach[:, None] * chance >= tl.load(growth + LEAST)) | (rank == 0)[None, :])
     order = tl.reshape(tl.cumsum(tl.reshape(fresh.to(tl.int32), (LANES * ENTRIES,)), 0), (LANES, ENTRIES))
+    fresh = fresh & (count + order <= SIZE)
     new = nodes + (count + order - 1) * FIELDS
     nothing = tl.zeros((LANES, ENTRIES), tl.float64)
     tl.store(new + TOKEN, token.to(tl.float64), mask=fresh)
@@ -218,7 +220,7 @@ def _grow_one(session, placed, growth, chances, nodes, now, want, results, acros
         tl.store(nodes + tl.maximum(number, 0) * FIELDS + READ, lane.to(tl.float64) * 0.0 + 1.0,
                  mask=live & (number >= 0))  # fmt: skip
         tl.debug_barrier()
-        count = _add_candidates(growth, chances, nodes, results + row * across, count, number, live)
+        count = _add_candidates(growth, chances, nodes, results + row * across, count, number, live, SIZE)
     tl.debug_barrier()
     width = count * 0
     end = count * 0

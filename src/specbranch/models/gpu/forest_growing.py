@@ -140,6 +140,7 @@ def _add_proposals(forest: Forest, growth: ForestGrowth, row: int, results: Tens
         growing.feed(now)
     for n, at in asked:
         growing.add_candidates(n, growth.growth, *_candidates(results[at].tolist(), growth.growth.children))
+    del growing.nodes[forest.trees.shape[1] :]  # there is no room for them
     _put(forest, row, growing, kv_slots, scalars["tail"])
 
 

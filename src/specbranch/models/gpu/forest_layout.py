@@ -23,7 +23,7 @@ from torch import Tensor
 from specbranch.core.noise import MASK
 from specbranch.core.request import Request
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import CLASSES, EDGES, Chances, Node, Tree
+from specbranch.core.trees import CLASSES, EDGES, NO_TREE, Chances, Node, Tree
 from specbranch.models.gpu.layout import ALIGNED, ONE
 from specbranch.models.gpu.tree_layout import DEEPEST, LOOKED_CELLS, NODE_FIELDS
 from specbranch.models.sampling.sheet import COLDEST
@@ -247,6 +247,8 @@ def node_table(nodes: Sequence[Node], kv_slots: Sequence[int]) -> np.ndarray:
 
 def read_tree(table: np.ndarray, root_scored: bool) -> tuple[Tree, list[int]]:
     """Return the tree of a table of nodes, and the KV slots of its nodes."""
+    if not len(table):
+        return (Tree((), True) if root_scored else NO_TREE), []
     nodes = [
         Node(
             int(token), int(parent), chance, reach, int(depth), int(rank), said, int(look), bool(scored), bool(sent)

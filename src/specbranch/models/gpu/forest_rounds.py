@@ -118,6 +118,8 @@ class ForestFlight:
     rows: int  # of its verify, at most
     reports: Reading
     trees: Reading | None  # None: no session has a tree
+    grown: list[int]  # rows of its draft steps
+    before: list[int]  # and of those of the round before
     growing: Iterator[None] | None = None  # launches the draft steps before which the device is asked
 
 
@@ -136,6 +138,7 @@ class ForestDecoder:
         self._flight: ForestFlight | None = None
         self._unread = False  # the round before the one in flight was not read
         self._rows = 0  # of the last verify
+        self._grown: list[int] = []  # rows of the draft steps behind it
         self._changes: dict[int, list[Written]] = {}  # of rows, for the next round
         self._heads: dict[int, Forest] = {}
 
@@ -215,7 +218,7 @@ class ForestDecoder:
         def reports() -> dict[int, ForestReport]:
             return self._read(present, now, texts)
 
-        return ForestStep(reports, present.rows, ahead, launched, failed)
+        return ForestStep(reports, present.rows, ahead, launched, failed, present.before)
 
     def _fits(self, texts: Mapping[int, Sequence[int]]) -> bool:
         """True if the tables and a step take all these sessions."""
@@ -352,10 +355,10 @@ class ForestDecoder:
         has_trees = any(self._planted[seq].has_tree for seq in staying)
         reports, trees = self._verify(forest, bucket, orders.plan, growth, has_trees)
         drafting = [seq for seq in staying if self._planted[seq].drafts]
-        growing = None
+        before, self._grown, growing = self._grown, [], None
         if drafting and growth is not None:
             growing = self._grow(forest, growth, orders.plan, drafting)
-        return ForestFlight(row_of, bucket.rows, reports, trees, growing)
+        return ForestFlight(row_of, bucket.rows, reports, trees, self._grown, before, growing)
 
     def _first(self, count: int) -> Forest:
         if count not in self._heads:
@@ -418,7 +421,7 @@ class ForestDecoder:
         assert self._draft is not None
         target, launcher = self._target.launcher, self._draft.launcher
         bucket = padded_bucket(rows, forest.count == 1, launcher.graphs.step.least, 0)
-        results, most = self._tables.no_results, plan.steps + plan.more
+        results, most, grown = self._tables.no_results, plan.steps + plan.more, self._grown
         totals = self._tables.fresh_totals(most)
         target.transfer.mark(target.stream.cuda).wait(launcher.stream.cuda)
         with launcher.stream.here():
@@ -438,6 +441,7 @@ class ForestDecoder:
                 ran = self._run(self._draft, bucket, ENTRIES)
             assert ran.results is not None
             results = ran.results
+            grown.append(rows)
         launcher.transfer.mark(launcher.stream.cuda).wait(target.stream.cuda)
 
     def _run(self, model: ForestModel, bucket: Bucket, count: int) -> Ran:

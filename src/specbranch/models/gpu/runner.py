@@ -205,7 +205,7 @@ class GpuRunner(NativeRunner):
         self._warm_up_forest(draft)
 
     def _warm_up_forest(self, draft: object | None) -> None:
-        if wants_forests() and self.grows_with(draft) and self.device.type == "cuda":
+        if self.grows_with(draft) and self.device.type == "cuda":
             assert draft is None or isinstance(draft, GpuRunner)
             config = SpeculativeConfig()
             self._forest_with(draft).warm_up((config.ngram_max, config.ngram_min))
@@ -289,7 +289,7 @@ class GpuRunner(NativeRunner):
     def grows_with(self, draft: object | None) -> bool:
         """True if the device can go from verify to verify by itself, with this draft on it."""
         models = [self, draft] if draft is not None else [self]
-        return all(
+        return wants_forests(self.device.type == "cuda") and all(
             isinstance(model, GpuRunner)
             and model.device == self.device
             and model.vocabulary >= self.vocabulary  # a step of the draft computes any token of the text

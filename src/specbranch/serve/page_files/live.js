@@ -40,6 +40,16 @@ export async function connect() {
   await greet();
 }
 
+// Ask where the live part begins; null: the server does not say.
+export async function begin() {
+  try {
+    const answer = await fetch("/v1/live/start", { headers: headers() });
+    return answer.ok ? await answer.json() : null;
+  } catch {
+    return null;
+  }
+}
+
 function unknown(answer) { return answer.status === 401 || answer.status === 403; }
 
 // Say beside the field that a key is wanted, and that the one which was given is not the right one; or say nothing yet.

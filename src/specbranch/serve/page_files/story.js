@@ -1,8 +1,13 @@
 // The story of a word: who proposed it, with what confidence, when it was judged, and what lost against it.
 
-import { GIVEN, PARENT, SAID, SENT, TEXT, curve, layout, measure, shape, word } from "/page/tree.js";
+import { kept, picture } from "/page/round.js";
+import { GIVEN, PARENT, SAID, TEXT, word } from "/page/tree.js";
 
 const MOST = 4; // rivals that are named
+const GUIDED = {
+  forced: "Forced: the grammar left no other token here.",
+  masked: "Masked: the target found another token likelier, which the grammar forbids here.",
+};
 
 // Tell about the word at a place; returns the frame it came in.
 export function tell(words, frames, at) {
@@ -19,8 +24,9 @@ export function tell(words, frames, at) {
   title.append(quoted(text), ` ${headline(origin)}`);
   box.classList.add("told");
   box.replaceChildren(title, line(...proposal(frame, node, origin)), line(...lost(frame, rivals)));
+  if (GUIDED[frame.guided[nth]]) box.append(line(GUIDED[frame.guided[nth]]));
   const last = at - nth > 0 ? words[at - nth - 1].text : "";
-  if (frame.nodes.length) box.append(twigs(frame, word(last || " "), node, new Set(rivals), box.clientWidth - 40));
+  if (frame.nodes.length) box.append(picture(frame, word(last || " "), box.clientWidth - 40, node, new Set(rivals)));
   return frame;
 }
 
@@ -45,8 +51,8 @@ function headline(origin) {
 }
 
 function proposal(frame, node, origin) {
-  const sent = frame.nodes.filter((one) => one[SENT]).length;
-  const checked = sent ? ` The target judged ${sent} drafted token${sent === 1 ? "" : "s"} in that forward and took ${frame.path.length}.` : "";
+  const guesses = `${frame.checked} guess${frame.checked === 1 ? "" : "es"}`;
+  const checked = frame.checked ? ` The target checked ${guesses} in that forward: it kept ${kept(frame)} and rolled back ${frame.rolled_back}.` : "";
   if (node === null && origin === "branch") {
     return [`It had been looked up in the text so far, and needed no check: the target said it in round ${frame.number}.${checked}`];
   }
@@ -80,23 +86,5 @@ function quoted(text) {
 function line(...parts) {
   const made = document.createElement("p");
   made.append(...parts);
-  return made;
-}
-
-// The tree of the round, with the word's way through it.
-function twigs(frame, root, node, rivals, width) {
-  const wide = measure(14), lane = 22, taken = new Set([...frame.path, ...(frame.hit === null ? [] : [frame.hit])]);
-  const left = wide(root) + 26;
-  const places = layout(frame.nodes, taken, { left, width, middle: 0, lane, gap: 24, lanes: 4, most: 32, long: 4 }, wide, rivals);
-  const ys = [0, ...[...places.values()].map((one) => one.y)];
-  const top = Math.min(...ys) - 14, high = Math.max(...ys) - top + 14;
-  const made = shape("svg", { class: "twigs", viewBox: `0 ${top} ${width} ${high}`, height: high, role: "img", "aria-label": `Round ${frame.number}: ${frame.nodes.length} drafted tokens shown, ${taken.size} came into the answer` });
-  made.append(shape("text", { x: 0, y: 0, class: "root" }, root));
-  for (const [n, place] of places) {
-    const parent = frame.nodes[n][PARENT], from = parent < 0 ? { x: -3, y: 0, wide: wide(root) } : places.get(parent);
-    const kind = taken.has(n) ? "kept" : "";
-    if (from) made.append(shape("path", { d: curve(from.x + from.wide + 3, from.y, place.x - 5, place.y), class: kind }));
-    made.append(shape("text", { x: place.x, y: place.y, class: kind || (frame.nodes[n][SENT] ? "sent" : ""), ...(n === node ? { "text-decoration": "underline" } : {}) }, word(frame.nodes[n][TEXT])));
-  }
   return made;
 }

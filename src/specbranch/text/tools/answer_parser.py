@@ -24,6 +24,11 @@ class CallParser:
         self._reader: Reader | None = None
         self._events: list[Event] = []
 
+    @property
+    def is_within_call(self) -> bool:
+        """True if a call has begun and has not ended."""
+        return self._reader is not None
+
     def feed(self, text: str) -> list[Event]:
         """Read more text; return what it brought. Loops until nothing changes."""
         self._held += text
@@ -100,6 +105,11 @@ class AnswerParser:
 
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
         self._reasoning, self._calls = reasoning, calls
+
+    @property
+    def is_within_call(self) -> bool:
+        """True if a call has begun and has not ended."""
+        return self._calls is not None and self._calls.is_within_call
 
     def feed(self, text: str) -> list[Event]:
         """Read more text; return what it brought."""

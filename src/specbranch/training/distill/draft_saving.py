@@ -123,7 +123,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
 def _stored(arch: Architecture, weights: DraftWeights, storage: Storage) -> dict[str, Tensor]:
     named = {f"{HUGGING_FACE['norm']}.weight": weights.norm}
     for index, layer in enumerate(weights.layers):
-        named |= _layer_tensors(arch, layer, index)
+        named |= layer_tensors(arch, layer, index)
     stored: dict[str, Tensor] = {}
     for name, tensor in named.items():
         stored |= _encoded(name, tensor.detach().cpu(), storage)
@@ -132,8 +132,8 @@ def _stored(arch: Architecture, weights: DraftWeights, storage: Storage) -> dict
     return stored
 
 
-def _layer_tensors(arch: Architecture, layer: LayerWeights, index: int) -> dict[str, Tensor]:
-    """Take the joined matrices apart, under Hugging Face's names."""
+def layer_tensors(arch: Architecture, layer: LayerWeights, index: int) -> dict[str, Tensor]:
+    """Take a layer's joined matrices apart, under Hugging Face's names."""
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     parts = {
         **_parts(layer.qkv, {"q": q, "k": kv, "v": kv}),
@@ -189,20 +189,22 @@ A draft for speculative decoding of {info.target}: {len(info.layers)} layers, st
 Embedding and output head are the target's and are not in this folder, so the draft runs only with its target
 (sha256 of the embedding in float32: `{info.target_fingerprint}`). Weights are stored as {info.storage}.
 
-Licence: {_licence_sentence(licence)}
+Licence: {licence_sentence(licence)}
 
 ## Figures
-{_table(figures)}
+{card_table(figures)}
 ## How it was made
-{_table(provenance)}"""
+{card_table(provenance)}"""
 
 
-def _licence_sentence(licence: str | None) -> str:
+def licence_sentence(licence: str | None) -> str:
+    """Say under which licence a draft is."""
     if licence is None:
         return "that of the target, from which the draft is derived; see there."
     return f"{licence}, as the target from which the draft is derived."
 
 
-def _table(values: Mapping[str, Any]) -> str:
+def card_table(values: Mapping[str, Any]) -> str:
+    """Return values as a table without a head."""
     lines = [f"| {name} | {json.dumps(value, ensure_ascii=False).strip(chr(34))} |" for name, value in values.items()]
     return "\n".join(["", "| | |", "|---|---|", *lines, ""])

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specbranch.assembly import ModelChoice, load_tokenizer
 from specbranch.errors import BadParameter
@@ -36,6 +36,7 @@ from specbranch.training.making.writing import Fetch, WritingJob
 log = logging.getLogger("specbranch")
 
 DRAFT_SECONDS, DRAFT_ROWS = 120.0, 1024  # defaults of the writing
+HeadSize = Literal["full", "reduced"]
 SEEDS = 2**53  # beyond it, the seeds of the slices would have no room
 HELD_OUT, HELD_OUT_LEAST = (
     0.02,
@@ -50,6 +51,7 @@ class DraftJob(WritingJob):
 
     layers: int
     start: tuple[int, ...] | None = None  # of the target's layers; None: at equal distances
+    head: HeadSize | None = None  # None: reduced if `head_tokens` is given
     head_tokens: int | None = None
     storage: Storage = "bfloat16"
     only_write: bool = False
@@ -66,6 +68,12 @@ class DraftJob(WritingJob):
         if self.only_write and self.material is not None:
             raise BadParameter(
                 "--only-write and --material were given; expected one of them, as with --material nothing is written."
+            )
+        if self.head is not None and (self.head == "reduced") != (self.head_tokens is not None):
+            given = "no --head-tokens" if self.head_tokens is None else f"--head-tokens {self.head_tokens}"
+            raise BadParameter(
+                f"--head is {self.head} and there is {given}; expected --head-tokens K with --head reduced, "
+                "and none with --head full."
             )
         if abs(self.seed) > SEEDS:
             raise BadParameter(f"--seed is {self.seed}; expected {-SEEDS} to {SEEDS}.")

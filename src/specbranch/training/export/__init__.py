@@ -1,0 +1,1 @@
+"""A finished draft in the forms that other engines read."""

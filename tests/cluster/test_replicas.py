@@ -1,0 +1,240 @@
+"""`specbranch serve --replicas 2` as a process: it answers as one process does, and outlives its replicas.
+
+One test, because Ray takes long to start: its steps are functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specbranch import LLM, SamplingParams
+from specbranch.cli.main import run
+from specbranch.serve.keys import new_key
+
+WAIT = 240.0  # seconds after which a test gives up
+TINY = ("--device", "cpu", "--dtype", "float64", "--context-length", "480", "--model-name", "tiny", "--port", "0")
+PROMPTS = ("A branch is a guess about what the large model will say next.", "Smile", "The draft writes, and the target")
+ASKED = {"max_tokens": 24, "ignore_eos": True, "seed": 3, "temperature": 0.8}
+LONG = {"prompt": "Smile", "max_tokens": 440, "ignore_eos": True, "temperature": 0}
+
+
+@dataclass
+class Replicated:
+    """The server, its log, and a client with a key."""
+
+    process: subprocess.Popen[str]
+    http: httpx.Client
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        return self.http.base_url.port or 0
+
+    def replicas(self) -> set[int]:
+        """The process ids of the replicas."""
+        title = f"ray::ServeReplica:specbranch-{self.port}-".encode()
+        return {int(one.name) for one in processes() if title in read(one / "cmdline")}
+
+    def kill_the_busiest(self) -> None:
+        """Kill the replica that computes."""
+        before = {one: cpu(one) for one in self.replicas()}
+        time.sleep(0.3)
+        os.kill(max(before, key=lambda one: cpu(one) - before[one]), signal.SIGKILL)
+
+
+def processes() -> Iterator[Path]:
+    return Path("/proc").glob("[0-9]*")
+
+
+def read(path: Path) -> bytes:
+    with suppress(OSError):
+        return path.read_bytes()
+    return b""
+
+
+def cpu(process: int) -> int:
+    fields = read(Path(f"/proc/{process}/stat")).rpartition(b")")[2].split()
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.2)
+
+
+@contextmanager
+def replicated(pair: tuple[str, str], keys: Path, key: str) -> Iterator[Replicated]:
+    command = [sys.executable, "-m", "specbranch", "serve", "--target", pair[0], "--draft", pair[1], *TINY]
+    with subprocess.Popen(
+        [*command, "--replicas", "2", "--keys", str(keys)], stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            first: list[dict[str, Any]] = []
+            for line in process.stderr:
+                assert line.startswith("{"), line + process.stderr.read()  # every line of it is JSON
+                first.append(json.loads(line))
+                if "address" in first[-1]:
+                    break
+            headers = {"authorization": f"Bearer {key}"}
+            with httpx.Client(base_url=first[-1]["address"], timeout=WAIT, headers=headers) as http:
+                found = Replicated(process, http, first)
+                reader = threading.Thread(target=lambda: found.log.extend(map(json.loads, process.stderr or ())))
+                reader.start()
+                yield found
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(WAIT)
+    reader.join(WAIT)
+
+
+@pytest.mark.slow
+def test_replicas_answer_as_one_process_does_and_outlive_a_kill(pair: tuple[str, str], tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    key = new_key(keys, "alice")
+    options = {"context_length": 480}
+    with (
+        LLM(*pair, dtype="float64", device="cpu", options=options, method="autoregressive") as llm,
+        replicated(pair, keys, key) as served,
+    ):
+        answers_are_those_of_one_process(served, llm)
+        keys_and_metrics_are_those_of_the_address(served)
+        a_replica_takes_no_request_of_others(served)
+        a_killed_replica_ends_its_stream_with_an_error_object(served)
+        a_request_without_a_first_token_is_written_by_another(served, llm)
+        marks = {mark for one in served.replicas() for mark in marks_of(Path(f"/proc/{one}"))}
+        a_signal_lets_a_stream_finish(served)
+    assert served.process.returncode == -signal.SIGTERM
+    the_log_tells_of_requests_and_names_replicas(served)
+    assert marks and not [one for one in processes() if marks_of(one) & marks]
+
+
+def marks_of(process: Path) -> set[bytes]:
+    """The mark of the Ray that a process belongs to."""
+    return {part for part in read(process / "environ").split(b"\0") if part.startswith(b"SPECBRANCH_RAY=")}
+
+
+def answers_are_those_of_one_process(served: Replicated, llm: LLM) -> None:
+    params = SamplingParams.from_dict(ASKED)
+    for prompt in PROMPTS:
+        expected = llm.generate(prompt, params).text
+        whole = served.http.post("/v1/completions", json={"prompt": prompt, **ASKED})
+        assert whole.json()["choices"][0]["text"] == expected
+        assert streamed(served, {"prompt": prompt, **ASKED}) == (expected, None)
+
+
+def streamed(served: Replicated, body: dict[str, Any], after_first: Callable[[], None] = lambda: None) -> Any:
+    """Return the text of a stream, and the error in it."""
+    text, error, is_done = "", None, False
+    with served.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                error = event.get("error", error)
+                text += "".join(choice["text"] for choice in event.get("choices", ()))
+                after_first()
+                after_first = lambda: None  # noqa: E731
+            is_done = is_done or line == "data: [DONE]"
+    assert is_done
+    return text, error
+
+
+def keys_and_metrics_are_those_of_the_address(served: Replicated) -> None:
+    assert served.http.post("/v1/completions", json=ASKED, headers={"authorization": ""}).status_code == 401
+    until(lambda: served.http.get("/ready").json()["replicas"] == 2)
+    text = served.http.get("/metrics").text
+    declared = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert len(declared) == len(set(declared))
+    counts = dict(re.findall(r'^specbranch:generation_tokens_total\{replica="(\w+)".* (\d+)$', text, re.MULTILINE))
+    assert len(counts) == 2 and sum(map(int, counts.values())) == 2 * len(PROMPTS) * ASKED["max_tokens"]
+    assert 'specbranch:replicas{replica="front"} 2' in text
+
+
+def a_replica_takes_no_request_of_others(served: Replicated) -> None:
+    for port in {port for process in served.replicas() for port in listening(process)}:
+        with suppress(httpx.HTTPError):  # Ray's own ports speak something else
+            answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "replica"
+            return
+    raise AssertionError("no replica listens")
+
+
+def listening(process: int) -> set[int]:
+    """The loopback ports at which a process listens."""
+    held = set()
+    for one in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):
+            held.add(str(one.readlink()))
+    rows = [line.split() for line in read(Path("/proc/net/tcp")).decode().splitlines()[1:]]
+    return {
+        int(row[1].partition(":")[2], 16)
+        for row in rows
+        if row[3] == "0A" and row[1].startswith("0100007F") and f"socket:[{row[9]}]" in held
+    }
+
+
+def a_killed_replica_ends_its_stream_with_an_error_object(served: Replicated) -> None:
+    _, error = streamed(served, LONG, served.kill_the_busiest)
+    assert error["code"] == "replica_lost" and error["type"] == "server_error"
+    assert served.http.post("/v1/completions", json={"prompt": "Smile", **ASKED}).status_code == 200
+
+
+def a_request_without_a_first_token_is_written_by_another(served: Replicated, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=440, ignore_eos=True)
+    expected = llm.generate("Smile", params).text
+    found: list[httpx.Response] = []
+    asked = {**LONG, "n": 8}  # for longer than it takes to see which replica has it
+    ask = threading.Thread(target=lambda: found.append(served.http.post("/v1/completions", json=asked)))
+    ask.start()
+    until(lambda: re.search(r"^specbranch:requests_open\{.* 1$", metrics(served), re.MULTILINE) is not None)
+    served.kill_the_busiest()
+    ask.join(WAIT)
+    assert {choice["text"] for choice in found[0].json()["choices"]} == {expected}
+    assert 'specbranch:requests_resent_total{replica="front"} 0' not in metrics(served)
+
+
+def metrics(served: Replicated) -> str:
+    return str(served.http.get("/metrics").text)
+
+
+def a_signal_lets_a_stream_finish(served: Replicated) -> None:
+    text, error = streamed(served, LONG, lambda: served.process.send_signal(signal.SIGTERM))
+    assert text and error is None
+
+
+def the_log_tells_of_requests_and_names_replicas(served: Replicated) -> None:
+    lines = [line for line in served.log if line["message"] == "request" and line["status"] == 200]
+    answered = [line for line in lines if line.get("path") == "/v1/completions" and "lost" not in line]
+    assert answered and all(line["key"] == "alice" and line["replica"] for line in answered)
+    assert all(line["completion_tokens"] > 0 for line in answered)
+    assert [line for line in lines if line.get("lost")] and [line for line in lines if line.get("resent")]
+
+
+def test_options_of_replicas_need_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--port", "0", "--max-replicas", "3"]) == 2
+    assert "max_replicas: this needs --replicas N" in capsys.readouterr().err
+
+
+def test_without_ray_a_sentence_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run(["serve", "--port", "0", "--replicas", "2"]) == 2
+    assert "pip install 'specbranch[ray]'" in capsys.readouterr().err
