@@ -93,6 +93,7 @@ def test_a_request_has_an_id_and_one_line_without_its_text(served: Running, capl
     assert answer.headers["x-request-id"] == "ann.1"
     assert len(served.post(COMPLETE, {"prompt": ""}, **{"x-request-id": "bad id"}).headers["x-request-id"]) == 32
     served.http.get("/health")
+    until(lambda: len(caplog.records) >= 2)  # a line may be written a moment behind its answer
     lines = [JsonLines(with_text=False).format(record) for record in caplog.records]
     first, second = (json.loads(line) for line in lines)
     assert first["request_id"] == "ann.1" and first["status"] == 200 and first["path"] == COMPLETE

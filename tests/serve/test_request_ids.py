@@ -7,8 +7,9 @@ import logging
 from typing import Any
 
 import pytest
-from running import Running, events
+from running import Running, events, until
 
+from specbranch.answer import Chunk
 from specbranch.errors import DeadlinePassed
 from specbranch.serve.logs import JsonLines
 
@@ -21,8 +22,14 @@ PREFIXES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-", "/v
 TRACE = "Root=1-67891233-abcdef012345678912345678"
 
 
-def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    lines = [json.loads(JsonLines(with_text=False).format(record)) for record in caplog.records]
+def logged(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
+    """The lines of this many requests; a client may have its answer before the line of its request is written."""
+    until(lambda: len(_lines(caplog)) >= count)
+    return _lines(caplog)
+
+
+def _lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    lines = [json.loads(JsonLines(with_text=False).format(record)) for record in list(caplog.records)]
     return [line for line in lines if line["message"] == "request"]
 
 
@@ -34,7 +41,7 @@ def test_an_id_goes_through_the_answer_and_the_log(
     for sent in ("ann/1", TRACE, "x" * 128):
         answer = served.post(path, BODIES[path], **{"x-request-id": sent})
         assert answer.headers["x-request-id"] == sent and answer.json()["id"] == PREFIXES[path] + sent
-    assert [line["request_id"] for line in logged(caplog)] == ["ann/1", TRACE, "x" * 128]
+    assert [line["request_id"] for line in logged(caplog, 3)] == ["ann/1", TRACE, "x" * 128]
 
 
 def test_every_event_of_a_stream_has_the_id(served: Running) -> None:
@@ -79,7 +86,7 @@ def test_errors_have_the_id_and_their_kind_is_logged(served: Running, caplog: py
     assert status(complete, '{"prompt": "x", "model": "y"}') == 404
     assert status(complete, "{}", host="evil.example") == 421
     assert status(complete, " " * 5_000_000) == 413
-    kinds = [line["error"] for line in logged(caplog)]
+    kinds = [line["error"] for line in logged(caplog, 6)]
     assert kinds == ["invalid_request_error", "not_found", "invalid_request_error", "model_not_found", "wrong_host",
                      "invalid_request_error"]  # fmt: skip
 
@@ -92,13 +99,13 @@ def test_an_error_in_the_middle_of_a_stream_has_the_id_and_is_logged(
 
     caplog.set_level(logging.INFO, "specbranch")
 
-    def late(self: AnswerEvents) -> None:
+    def late(self: AnswerEvents, index: int, chunk: Chunk) -> None:
         raise DeadlinePassed("It is late.")
 
-    monkeypatch.setattr(AnswerEvents, "_add_news", late)
+    monkeypatch.setattr(AnswerEvents, "_add", late)
     response = served.post(path, {**BODIES[path], "stream": True}, **{"x-request-id": "ann.1"})
     assert response.status_code == 200 and "It is late." in response.text and "ann.1" in response.text
     if path != "/v1/responses":
         assert '"request_id": "ann.1"' in response.text
-    (line,) = logged(caplog)
+    (line,) = logged(caplog, 1)
     assert (line["request_id"], line["error"], line["status"]) == ("ann.1", "deadline_passed", 200)

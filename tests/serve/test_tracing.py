@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from running import PROMPT, Running, Visitor, load_tiny, running, until
 
+from specbranch.answer import Chunk
 from specbranch.cli.main import run
 from specbranch.errors import DeadlinePassed
 from specbranch.extras import OTEL
@@ -123,10 +124,13 @@ def test_the_trace_of_the_client_goes_on(traces: Traces, caplog: pytest.LogCaptu
     first, *_ = traces.of(COMPLETE, BODY, traceparent=f"00-{TRACE}-{PARENT}-01", tracestate="a=b")
     assert f"{first.context.trace_id:032x}" == TRACE and parent(first) == PARENT
     assert first.context.trace_state.get("a") == "b"
-    lines = [
-        record.facts for record in caplog.records if hasattr(record, "facts")
-    ]  # of this request, and perhaps older
-    assert lines[-1]["trace_id"] == TRACE and lines[-1]["request_id"] == attributes(first)["gen_ai.request.id"]
+    own = attributes(first)["gen_ai.request.id"]
+
+    def lines() -> list[dict[str, Any]]:  # written a moment behind the answer
+        return [record.facts for record in list(caplog.records) if getattr(record, "facts", {}).get("request_id") == own]
+
+    until(lambda: bool(lines()))
+    assert [line["trace_id"] for line in lines()] == [TRACE]
     for state in ("=,=", "x" * 600, "a=b,a=c", "a", ",".join(f"k{at}=1" for at in range(33))):
         first, *_ = traces.of(COMPLETE, BODY, traceparent=f"00-{TRACE}-{PARENT}-01", tracestate=state)
         assert parent(first) == PARENT and not first.context.trace_state
@@ -159,11 +163,11 @@ def test_a_refused_request_says_why_and_is_no_error_of_the_server(traces: Traces
 def test_mistakes_of_the_server_are_errors(traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
     from specbranch.serve.answer_events import AnswerEvents
 
-    def late(self: AnswerEvents) -> None:
+    def late(self: AnswerEvents, index: int, chunk: Chunk) -> None:
         raise DeadlinePassed("It is late.")
 
     with monkeypatch.context() as patched:
-        patched.setattr(AnswerEvents, "_add_news", late)
+        patched.setattr(AnswerEvents, "_add", late)
         first, *phases = traces.of(COMPLETE, EVENTS)
     assert attributes(first)["error.type"] == "deadline_passed" and not first.status.is_ok and not phases
     assert first.status.status_code.name == "ERROR" and attributes(first)["http.response.status_code"] == 200
