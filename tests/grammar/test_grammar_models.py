@@ -14,7 +14,7 @@ from schemas import SCHEMAS
 from specbranch import LLM, SamplingParams
 from specbranch.answer import Output
 from specbranch.core.methods import METHODS
-from tiers import each_pair, each_value
+from tiers import each_value
 
 pytest.importorskip("llguidance")
 
@@ -60,7 +60,7 @@ def test_an_answer_is_what_its_schema_describes(llm: LLM, name: str, temperature
         assert same(llm.using(method=method).generate(PROMPT, params), plain)
 
 
-@each_pair
+@each_value
 @pytest.mark.parametrize("method", ["autoregressive", "specbranch", "tree", "speculative", "lookup"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_batch_of_grammars_gives_what_each_gives_alone(llm: LLM, method: str, temperature: float) -> None:

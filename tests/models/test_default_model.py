@@ -82,7 +82,7 @@ def prompts(llm: LLM) -> list[list[int]]:
     return [
         *chats,
         *(llm.tokenizer.encode(opening) for opening in OPENINGS),
-        long_text(llm, llm.context_length - TOKENS),
+        long_text(llm, 4096 - TOKENS),  # attention in transformers takes minutes for the whole context of 8,192
     ]
 
 
@@ -100,7 +100,7 @@ def test_greedy_answers_equal_those_of_transformers(plain: LLM, reference: Any) 
     ours."""
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     asked = prompts(plain)
-    assert len(asked) == 20 and len(asked[-1]) > 8000
+    assert len(asked) == 20 and len(asked[-1]) > 3900
     ties = 0
     for prompt in asked:
         ours = list(plain.generate([prompt], params)[0].token_ids)

@@ -528,6 +528,7 @@ def test_who_scrolls_back_while_an_answer_is_written_is_left_there(browser: Any,
     visit.page.close()
 
 
+@pytest.mark.slow
 def test_a_question_entered_during_an_answer_is_asked_after_it(visit: Visit, served: Running) -> None:
     questions, sent = [QUESTION, "And a tree?"], list[Any]()
     visit.page.on("request", lambda one: sent.append(one.post_data_json) if one.url.endswith("/chat") else None)
