@@ -127,7 +127,8 @@ def test_the_trace_of_the_client_goes_on(traces: Traces, caplog: pytest.LogCaptu
     own = attributes(first)["gen_ai.request.id"]
 
     def lines() -> list[dict[str, Any]]:  # written a moment behind the answer
-        return [record.facts for record in list(caplog.records) if getattr(record, "facts", {}).get("request_id") == own]
+        facts = [getattr(record, "facts", {}) for record in list(caplog.records)]
+        return [line for line in facts if line.get("request_id") == own]
 
     until(lambda: bool(lines()))
     assert [line["trace_id"] for line in lines()] == [TRACE]
