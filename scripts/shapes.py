@@ -12,7 +12,8 @@ from specbranch.config import WeightsName
 from specbranch.core.pages import PAGE, Pool
 from specbranch.lab.inflation.shapes import SHAPES
 from specbranch.models.cache.kv_memory import Memory, Table
-from specbranch.models.files.architecture import Architecture, Rope
+from specbranch.models.families.rotary import Rope
+from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.forward.decoder import Decoder
@@ -70,7 +71,7 @@ def architecture(name: str) -> Architecture:
         name=name, family="llama", layers=shape.layers, hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
         head_dim=shape.head_dim, intermediate=shape.intermediate, vocabulary=shape.vocabulary, rms_eps=1e-5,
         rope=Rope(), qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False, tied=False, context_length=1 << 20,
-        window=None, eos_ids=(), bos_id=None,
+        eos_ids=(), bos_id=None,
     )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import torch
 
 from specbranch.core.pages import PAGE, Pool
 from specbranch.models.cache.kv_memory import Memory, Table
-from specbranch.models.files.architecture import Architecture, Rope
+from specbranch.models.families.rotary import Rope
+from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.forward.decoder import Decoder
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.gpu
 LLAMA = Architecture(
     name="wide", family="llama", layers=2, hidden=2048, heads=16, kv_heads=4, head_dim=128, intermediate=5632,
     vocabulary=24_001, rms_eps=1e-5, rope=Rope(), qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False,
-    tied=False, context_length=4096, window=None, eos_ids=(), bos_id=None,
+    tied=False, context_length=4096, eos_ids=(), bos_id=None,
 )  # fmt: skip
 QWEN2 = replace(LLAMA, family="qwen2", qkv_bias=True, hidden=1536, heads=12, kv_heads=2)
 QWEN3 = replace(LLAMA, family="qwen3", qk_norm=True, kv_heads=8)

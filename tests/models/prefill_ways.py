@@ -18,7 +18,8 @@ from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Proposal, Trial
 from specbranch.core.slots import ROOT, TAIL
-from specbranch.models.files.architecture import Architecture, Rope
+from specbranch.models.families.rotary import Rope
+from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.forward.decoder import Decoder
@@ -37,7 +38,7 @@ REQUEST = Request(SamplingParams(temperature=0.8), seed=3, prompt_length=0)
 BASE = Architecture(
     name="random", family="llama", layers=2, hidden=512, heads=8, kv_heads=2, head_dim=64, intermediate=768,
     vocabulary=VOCABULARY, rms_eps=1e-5, rope=Rope(), qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False,
-    tied=False, context_length=4096, window=None, eos_ids=(), bos_id=None,
+    tied=False, context_length=4096, eos_ids=(), bos_id=None,
 )  # fmt: skip
 WIDE = replace(BASE, head_dim=128, hidden=1024, intermediate=1536)
 SHAPES = {  # query heads of each KV head: 1, 3, 4, 6; products with tiles of their own are those of real models

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from specbranch.errors import ModelError
-from specbranch.models.files.architecture import Architecture, Rope, refuse_if_cannot_roll_back
+from specbranch.models.families.rotary import Rope
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.rollback import refuse_if_cannot_roll_back
 from tiny_models import CONFIGS
 
 PLAIN: dict[str, Any] = {
@@ -88,22 +90,21 @@ def test_gemma_like_window_shorter_than_the_context_is_refused() -> None:
     refuse_if_cannot_roll_back({**config, "layer_types": ["full_attention"]}, 513, "g")
 
 
-def test_mistral_window_bounds_the_context() -> None:
+def test_a_window_of_every_layer_bounds_the_default_context_only() -> None:
     arch = read(model_type="mistral", sliding_window=64)
-    with pytest.raises(ModelError, match="last 64 tokens only"):
-        arch.choose_context(128)
-    assert arch.choose_context(64) == 64
+    assert arch.choose_context(128) == 128
     assert arch.choose_context(None) == 64
+    assert arch.windows == (64, 64) and arch.window == 64
+    assert arch.is_plain(64) and not arch.is_plain(65)
     assert read(model_type="mistral", sliding_window=None).choose_context(None) == 128
 
 
 def test_qwen_window_counts_only_when_switched_on() -> None:
     window = {"model_type": "qwen2", "sliding_window": 64}
-    assert read(**window, use_sliding_window=False).choose_context(128) == 128
-    assert read(**window).choose_context(128) == 128
-    assert read(**window, use_sliding_window=True, max_window_layers=2).choose_context(128) == 128
-    with pytest.raises(ModelError):
-        read(**window, use_sliding_window=True, max_window_layers=1).choose_context(128)
+    assert read(**window, use_sliding_window=False).windows == ()
+    assert read(**window).windows == ()
+    assert read(**window, use_sliding_window=True, max_window_layers=2).windows == ()
+    assert read(**window, use_sliding_window=True, max_window_layers=1).windows == (None, 64)
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import ModelError
+from specbranch.models.families.family import GGUF, HUGGING_FACE
 from specbranch.models.files.encodings import gguf_encoding
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.tensor_file import CPU_NUMBERS, UNPACKED_NUMBERS, StoredTensor, TensorFile, open_folder
-from specbranch.models.files.weights import GGUF, HUGGING_FACE, read_weights
+from specbranch.models.files.weights import read_weights
 from specbranch.models.loading import load_native, open_model
 from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from specbranch.errors import BadParameter, ModelError
 from specbranch.lab.inflation.shapes import Shape
+from specbranch.models.families.family import HUGGING_FACE
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.tensor_file import TensorSource
-from specbranch.models.files.weights import HUGGING_FACE, part_shape, read_part
+from specbranch.models.files.weights import part_shape, read_part
 
 WRITING = ("embedding", "out", "down")  # what puts numbers into the stream: zero but for the small model's own
 # The vocabulary's head may be smaller in a shape.

@@ -50,12 +50,22 @@ def weight_bytes(
     `stored`: how the matrices are stored; None: in `dtype`.
     """
     wide, embedding = arch.heads * arch.head_dim, arch.vocabulary * arch.hidden * dtype.itemsize
-    layer = [(wide + 2 * arch.kv_heads * arch.head_dim, arch.hidden), (arch.hidden, wide)]
-    layer += [(2 * arch.intermediate, arch.hidden), (arch.hidden, arch.intermediate)]
+    attention = [(wide + 2 * arch.kv_heads * arch.head_dim, arch.hidden), (arch.hidden, wide)]
+    mixtures = len(arch.expert_layers) if arch.experts else 0
+    matrices = [(arch.layers, *matrix) for matrix in attention]
+    matrices += [(arch.layers - mixtures, *matrix) for matrix in _mlp(arch.hidden, arch.intermediate)]
+    if arch.experts:
+        each = _mlp(arch.hidden, arch.experts.intermediate)
+        matrices += [(mixtures * arch.experts.count, *matrix) for matrix in each]
     kind: WeightsName | torch.dtype = stored or dtype
     on_cpu = device is not None and device.type == "cpu"
     head = 0 if arch.tied and stored is None else _matrix_bytes(arch.head_rows, arch.hidden, kind, on_cpu)
-    return embedding + head + arch.layers * sum(_matrix_bytes(outs, ins, kind, on_cpu) for outs, ins in layer)
+    return embedding + head + sum(count * _matrix_bytes(outs, ins, kind, on_cpu) for count, outs, ins in matrices)
+
+
+def _mlp(hidden: int, intermediate: int) -> list[tuple[int, int]]:
+    """Return the outputs and inputs of the matrices of a gated MLP."""
+    return [(2 * intermediate, hidden), (hidden, intermediate)]
 
 
 def _matrix_bytes(outs: int, ins: int, kind: WeightsName | torch.dtype, on_cpu: bool) -> int:

@@ -20,10 +20,10 @@ from torch import Tensor
 from specbranch.errors import ModelError
 from specbranch.file_values import FileValues, read_object
 from specbranch.models.drafts.draft_name import KEY
+from specbranch.models.families.family import GGUF, HUGGING_FACE
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.tensor_file import TensorSource
-from specbranch.models.files.weights import GGUF, HUGGING_FACE
 
 Storage = Literal["bfloat16", "int8"]
 STORAGES: tuple[Storage, ...] = ("bfloat16", "int8")

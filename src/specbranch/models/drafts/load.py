@@ -21,6 +21,7 @@ from specbranch.models.cache.pool_size import pool_pages
 from specbranch.models.cpu.block_kernels import runs_blocks
 from specbranch.models.cpu.linear import takes
 from specbranch.models.drafts.draft_folder import DraftFile, fingerprint_of, read_draft
+from specbranch.models.families.family import HUGGING_FACE
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.blocks import ROW_FORM, AnyMatrix
 from specbranch.models.files.head_columns import Columns
@@ -29,15 +30,7 @@ from specbranch.models.files.locate import locate, stored_base
 from specbranch.models.files.sources import MadeModel, is_made, made_model
 from specbranch.models.files.stored_rows import Embedding
 from specbranch.models.files.tensor_file import TensorSource
-from specbranch.models.files.weights import (
-    HUGGING_FACE,
-    ReducedHead,
-    Weights,
-    read_layers,
-    read_part,
-    read_weights,
-    whole_rows,
-)
+from specbranch.models.files.weights import ReducedHead, Weights, read_layers, read_part, read_weights, whole_rows
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.loading import native_runner, open_model
 from specbranch.models.runners.native import NativeRunner

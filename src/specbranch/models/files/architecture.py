@@ -1,62 +1,41 @@
 """The architecture of a model, from a config.json or from a GGUF header; no weights are read for it.
 
-Owns the parsing of both, and the refusal of variants that the native decoder does not compute. Invariant: the decoder
-can run every `Architecture` that exists, and ignores nothing of its definition.
+Owns the sizes, and the refusal of variants that the native decoder does not compute. What a family adds is read by its
+file in `families/`. Invariant: the decoder can run every `Architecture` that exists, and ignores nothing of its
+definition.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
 
 from specbranch.errors import ModelError, UnsupportedArchitecture
 from specbranch.file_values import MOST_CONTEXT_TOKENS, FileValues
 from specbranch.gguf_header import GgufArray
-from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
+from specbranch.models.families.family import Family, Traits
+from specbranch.models.families.operations import LayerForm, is_plain, within
+from specbranch.models.families.rotary import FACTORS, THETAS, USE_TRANSFORMERS, Rope, rope_from_config, scaled_rope
+from specbranch.models.families.table import FAMILIES, family_of_config, family_of_gguf
+from specbranch.models.files.rollback import refuse_if_cannot_roll_back
 
 if TYPE_CHECKING:
     from specbranch.models.files.gguf_file import GgufFile
 
-__all__ = ["Architecture", "Family", "Rope", "refuse_if_cannot_roll_back"]
-
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
-RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
-USE_TRANSFORMERS = "Load it with runner='transformers'."
 MOST_SIZE = 1 << 26  # largest dimension: far beyond any model, and the product of two does not overflow
-THETAS = (2.0, 1e15)  # bases of rotary positions
-FACTORS = (1e-6, 1e6)  # range of scaling factors
 SPECULATORS_TYPE, INDEPENDENT = "speculators_model_type", "independent"  # of a draft that is a plain model
 DRAFT_VOCABULARY = "draft_vocab_size"  # tokens of a reduced head, in the same form
 COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "context_length")
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding: the base θ, and how its frequencies are scaled to longer contexts."""
-
-    theta: float = 10000.0
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    original_context: int = 0  # llama3, yarn: context length before scaling
-    low_freq: float = 1.0  # llama3: below this many turns per original context `factor` divides a frequency
-    high_freq: float = 4.0  # llama3: above this many turns a frequency stays as it is
-    beta_fast: float = 32.0  # yarn: the same two bounds
-    beta_slow: float = 1.0
-    truncate: bool = True  # yarn: bounds rounded outwards to whole dimensions
-    magnitude: float = 1.0  # yarn: factor of cos and sin
-    divisors: tuple[float, ...] = ()  # one for each frequency, as GGUF stores llama3 scaling
-    times: int = 1  # how often each frequency is repeated, for heads that are this many times larger
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """Shape and variant of a decoder of the Llama family."""
+class Architecture(Traits):
+    """Shape and variant of a decoder."""
 
     name: str
-    family: Family
+    family: str
     layers: int
     hidden: int
     heads: int
@@ -66,13 +45,8 @@ class Architecture:
     vocabulary: int
     rms_eps: float
     rope: Rope
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     tied: bool
     context_length: int
-    window: int | None  # active sliding window
     eos_ids: tuple[int, ...]
     bos_id: int | None
     # rows of the output head if it has more than the vocabulary; nothing reads the rows behind it
@@ -83,6 +57,34 @@ class Architecture:
     def head_rows(self) -> int:
         """The number of rows of the output head."""
         return self.head_rows_charged or self.vocabulary
+
+    @property
+    def window(self) -> int | None:
+        """How many positions a row of the narrowest layer sees; None: all layers see everything."""
+        return min((window for window in self.windows if window), default=None)
+
+    def forms(self, positions: int) -> tuple[LayerForm, ...]:
+        """Return what each layer computes in a context of so many positions; a window that covers them is none."""
+        return tuple(within(form, positions) for form in self.of_family.layers(self, self.layers))
+
+    @property
+    def of_family(self) -> Family:
+        """The description of the family."""
+        return FAMILIES[self.family]
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary tables that attention may turn by."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """The factor of looked-up embeddings; None: 1."""
+        return math.sqrt(self.hidden) if self.of_family.scales_embedding else None
+
+    def is_plain(self, positions: int) -> bool:
+        """True if a context of so many positions computes what Llama computes, so that compiled steps may run it."""
+        return is_plain(self.forms(positions)) and self.embedding_scale is None and self.logit_softcap is None
 
     def __post_init__(self) -> None:
         for field in COUNTS:
@@ -102,15 +104,15 @@ class Architecture:
     def from_config(cls, config: Mapping[str, Any], name: str = "the model") -> Self:
         """Read a config.json of transformers, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`)."""
         refuse_if_cannot_roll_back(config, 0, name)
-        values = FileValues(config, f"The configuration of {name}")
-        family = _known_family(values.text("model_type", ""), name)
-        _refuse_variants(values, name)
+        outer = FileValues(config, f"The configuration of {name}")
+        family = family_of_config(outer.text("model_type", ""), name)
+        values = FileValues({**family.defaults, **_text_part(outer)}, outer.name)
+        _refuse_variants(values, family, name)
         heads, hidden = _count(values, "num_attention_heads"), _count(values, "hidden_size")
-        attention_bias = family != "mistral" and values.flag("attention_bias", False)
         context = values.count("max_position_embeddings", most=MOST_CONTEXT_TOKENS)
         return cls(
             name=name,
-            family=family,
+            family=family.name,
             layers=_count(values, "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
@@ -119,33 +121,37 @@ class Architecture:
             intermediate=_count(values, "intermediate_size"),
             vocabulary=_count(values, "vocab_size"),
             rms_eps=values.number("rms_norm_eps", 1e-6, 0.0, 1.0),
-            rope=_rope_from_config(values, context, name),
-            qkv_bias=family == "qwen2" or attention_bias,
-            out_bias=family != "qwen2" and attention_bias,
-            mlp_bias=family == "llama" and values.flag("mlp_bias", False),
-            qk_norm=family == "qwen3",
+            rope=rope_from_config(_global_rotation(values), context, name, family.theta),
             tied=values.flag("tie_word_embeddings", False),
             context_length=context,
-            window=active_window(config, name),
-            eos_ids=values.ids("eos_token_id"),
+            eos_ids=values.ids("eos_token_id") or outer.ids("eos_token_id"),
             bos_id=next(iter(values.ids("bos_token_id")), None),
             head_tokens=_head_tokens(values),
+            **_named(family.traits(values, name)),
         )
 
     @classmethod
     def from_gguf(cls, file: GgufFile) -> Self:
         """Read the header of a GGUF file."""
-        family = str(file.metadata.get("general.architecture", "unknown"))
-        refuse_if_cannot_roll_back({"model_type": family}, 0, file.name)
-        family = _known_family(family, file.name)
-        values = _of_architecture(file, family)
+        stated = str(file.metadata.get("general.architecture", "unknown"))
+        refuse_if_cannot_roll_back({"model_type": stated}, 0, file.name)
+        family = family_of_gguf(stated, file.name)
+        values = _below(file, f"{stated}.")
         heads, hidden = _count(values, "attention.head_count"), _count(values, "embedding_length")
         head_dim = _count(values, "attention.key_length", max(hidden // heads, 1))
         _refuse_gguf_variants(values, head_dim)
+        shown = Traits(
+            qkv_bias="blk.0.attn_q.bias" in file,
+            out_bias="blk.0.attn_output.bias" in file,
+            mlp_bias="blk.0.ffn_gate.bias" in file,
+            qk_norm="blk.0.attn_q_norm.weight" in file,
+        )
+        traits = family.gguf_traits(values, shown)
+        _refuse_experts(values, traits)
         tokenizer = _below(file, "tokenizer.ggml.")
         return cls(
             name=file.name,
-            family=family,
+            family=family.name,
             layers=_count(values, "block_count"),
             hidden=hidden,
             heads=heads,
@@ -154,16 +160,12 @@ class Architecture:
             intermediate=_count(values, "feed_forward_length"),
             vocabulary=_count(values, "vocab_size", _length_of(tokenizer, "tokens")),
             rms_eps=values.number("attention.layer_norm_rms_epsilon", 1e-6, 0.0, 1.0),
-            rope=_rope_from_gguf(file, values, head_dim),
-            qkv_bias="blk.0.attn_q.bias" in file,
-            out_bias="blk.0.attn_output.bias" in file,
-            mlp_bias="blk.0.ffn_gate.bias" in file,
-            qk_norm="blk.0.attn_q_norm.weight" in file,
+            rope=_rope_from_gguf(file, values, head_dim, family.theta),
             tied="output.weight" not in file,
             context_length=values.count("context_length", most=MOST_CONTEXT_TOKENS),
-            window=values.count("attention.sliding_window", 0, least=0, most=MOST_CONTEXT_TOKENS) or None,
             eos_ids=tuple(dict.fromkeys((*tokenizer.ids("eos_token_id"), *tokenizer.ids("eot_token_id")))),
             bos_id=next(iter(tokenizer.ids("bos_token_id")), None),
+            **_named(traits),
         )
 
     def choose_context(self, asked: int | None, most: int = 8192, shorten: bool = False) -> int:
@@ -171,32 +173,42 @@ class Architecture:
 
         `shorten`: cut `asked` to the model's own instead of refusing it.
         """
-        own = min(self.context_length, self.window or self.context_length)
+        # Where every layer has a window, compiled steps run within it only: the default stays inside.
+        widest = max((window or self.context_length for window in self.windows), default=self.context_length)
+        own = min(self.context_length, widest)
         if asked is None:
             return min(own, most)
         if shorten:
             asked = min(asked, own)
         if not 1 <= asked <= self.context_length:
             raise ModelError(f"context_length is {asked}; {self.name} was made for 1 to {self.context_length} tokens.")
-        window = {"model_type": self.family, "sliding_window": self.window, "use_sliding_window": True}
-        refuse_if_cannot_roll_back(window, asked, self.name)
         return asked
 
 
-def _known_family(family: str, name: str) -> Family:
-    if family not in FAMILIES:
-        raise UnsupportedArchitecture(
-            f"{name} has architecture {family!r}; the native decoder runs {', '.join(FAMILIES)}. It may run "
-            f"elsewhere: {USE_TRANSFORMERS}"
-        )
-    return family
+def _named(traits: Traits) -> dict[str, Any]:
+    """Return traits by name, to make an architecture with."""
+    return {field.name: getattr(traits, field.name) for field in fields(Traits)}
 
 
-def _refuse_variants(values: FileValues, name: str) -> None:
+def _text_part(values: FileValues) -> Mapping[str, Any]:
+    """Return the configuration of the text model; a model of several kinds of input has it in a group."""
+    inner = values.group("text_config").values
+    return {**inner, "quantization_config": values.get("quantization_config")} if inner else values.values
+
+
+def _global_rotation(values: FileValues) -> FileValues:
+    """Return the values with the rotary parameters of layers without a window, where each kind of layer has its own."""
+    own = values.group("rope_parameters").group("full_attention").values
+    return FileValues({**values.values, "rope_parameters": own}, values.name) if own else values
+
+
+def _refuse_variants(values: FileValues, family: Family, name: str) -> None:
     """Refuse variants of known families that this decoder does not compute."""
-    if (activation := values.text("hidden_act", "silu")) not in ("silu", "swish"):
+    stated = values.text(family.activation_key, values.text("hidden_act", family.activations[0]))
+    if stated not in family.activations:
         raise UnsupportedArchitecture(
-            f"{name} uses the activation {activation!r}; the native decoder has silu only. {USE_TRANSFORMERS}"
+            f"{name} uses the activation {stated!r}; the native decoder has {family.activations[0]} for the family "
+            f"{family.name}. {USE_TRANSFORMERS}"
         )
     whole = values.number("partial_rotary_factor", 1.0, 0.0, 1.0)
     if (part := values.group("rope_parameters").number("partial_rotary_factor", whole, 0.0, 1.0)) != 1.0:
@@ -208,7 +220,8 @@ def _refuse_variants(values: FileValues, name: str) -> None:
             f"{name} is a draft of kind {kind!r}, which reads its target's hidden states; SpecBranch runs drafts that "
             "are models of their own. Give another draft, or make one with `specbranch distill`."
         )
-    if method := values.group("quantization_config").text("quant_method", ""):
+    method = values.group("quantization_config").text("quant_method", "")
+    if method and method not in family.quantised_as:
         raise UnsupportedArchitecture(
             f"{name} is stored in {method!r} quantisation, which the native decoder does not read. {USE_TRANSFORMERS}"
         )
@@ -226,67 +239,10 @@ def _count(values: FileValues, key: str, default: int | None = None) -> int:
     return values.count(key, default, most=MOST_SIZE)
 
 
-def _rope_from_config(values: FileValues, context: int, name: str) -> Rope:
-    scaling = values.group("rope_scaling")
-    scaling = scaling if scaling.values else values.group("rope_parameters")
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
-    theta = scaling.number("rope_theta", values.number("rope_theta", 10000.0, *THETAS), *THETAS)
-    return _scaled(kind, theta, scaling, context, name)
-
-
-def _scaled(kind: str, theta: float, scaling: FileValues, context: int, name: str) -> Rope:
-    original = scaling.count("original_max_position_embeddings", context, most=MOST_CONTEXT_TOKENS)
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, "linear", scaling.number("factor", None, *FACTORS))
-    if kind == "llama3":
-        low, high = (scaling.number(f"{end}_freq_factor", None, *FACTORS) for end in ("low", "high"))
-        if low >= high:
-            scaling.refuse("high_freq_factor", f"more than low_freq_factor, {low}")
-        return Rope(theta, "llama3", scaling.number("factor", None, *FACTORS), original, low, high)
-    if kind == "yarn":
-        return _yarn(theta, scaling, context, original)
-    raise UnsupportedArchitecture(
-        f"{name} uses {kind!r} rotary scaling; the native decoder has default, linear, llama3 and yarn. "
-        f"{USE_TRANSFORMERS}"
-    )
-
-
-def _yarn(theta: float, scaling: FileValues, context: int, original: int) -> Rope:
-    factor = scaling.number("factor", context / original, *FACTORS)
-    scale, over = (scaling.number(key, 0.0, 0.0, FACTORS[1]) for key in ("mscale", "mscale_all_dim"))
-    usual = _mscale(factor, scale) / _mscale(factor, over) if scale and over else usual_magnitude(factor)
-    return Rope(
-        theta,
-        "yarn",
-        factor,
-        original,
-        beta_fast=scaling.number("beta_fast", 32.0, *FACTORS),
-        beta_slow=scaling.number("beta_slow", 1.0, *FACTORS),
-        truncate=scaling.flag("truncate", True),
-        magnitude=scaling.number("attention_factor", usual, *FACTORS),
-    )
-
-
-def usual_magnitude(factor: float) -> float:
-    """Return YaRN's factor of cos and sin if no other one is set."""
-    return _mscale(factor, 1.0)
-
-
-def _mscale(factor: float, weight: float) -> float:
-    # YaRN, arXiv 2309.00071, eq. 22: longer contexts flatten the softmax, this sharpens it again.
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def _below(file: GgufFile, prefix: str) -> FileValues:
     """Return the metadata of a GGUF file under a prefix."""
     below = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     return FileValues(below, file.name, prefix)
-
-
-def _of_architecture(file: GgufFile, family: str) -> FileValues:
-    return _below(file, f"{family}.")
 
 
 def _length_of(values: FileValues, key: str) -> int | None:
@@ -305,14 +261,19 @@ def _refuse_gguf_variants(values: FileValues, head_dim: int) -> None:
             f"{values.name} has values of {length} and keys of {head_dim} dimensions; the native decoder needs one "
             "size."
         )
-    if experts := values.count("expert_count", 0, least=0, most=MOST_SIZE):
+
+
+def _refuse_experts(values: FileValues, traits: Traits) -> None:
+    """Refuse a GGUF file with experts whose family has none here."""
+    if traits.experts is None and (experts := values.count("expert_count", 0, least=0, most=MOST_SIZE)):
         raise UnsupportedArchitecture(
-            f"{values.name} is a mixture of {experts} experts, which the native decoder does not run."
+            f"{values.name} is a mixture of {experts} experts, which the native decoder does not run for its family. "
+            f"{USE_TRANSFORMERS}"
         )
 
 
-def _rope_from_gguf(file: GgufFile, values: FileValues, head_dim: int) -> Rope:
-    theta = values.number("rope.freq_base", 10000.0, *THETAS)
+def _rope_from_gguf(file: GgufFile, values: FileValues, head_dim: int, theta: float) -> Rope:
+    theta = values.number("rope.freq_base", theta, *THETAS)
     if "rope_freqs.weight" in file:
         divisors = tuple(file.values("rope_freqs.weight"))
         if len(divisors) != head_dim // 2 or not all(0.0 < one < math.inf for one in divisors):
@@ -326,4 +287,4 @@ def _rope_from_gguf(file: GgufFile, values: FileValues, head_dim: int) -> Rope:
     }
     scaling = FileValues(as_config, values.name, f"{values.prefix}rope.scaling.")
     context = values.count("context_length", most=MOST_CONTEXT_TOKENS)
-    return _scaled("default" if kind == "none" else kind, theta, scaling, context, file.name)
+    return scaled_rope("default" if kind == "none" else kind, theta, scaling, context, file.name)

@@ -142,6 +142,7 @@ SAFETENSORS = {
     "F32": plain(torch.float32),
     "F16": plain(torch.float16),
     "BF16": plain(torch.bfloat16),
+    "U8": plain(torch.uint8),  # packed numbers
     "I64": plain(torch.int64),  # token ids of a reduced head
 }
 

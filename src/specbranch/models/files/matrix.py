@@ -70,6 +70,14 @@ class Matrix:
         assert parts[0] is not None
         return Matrix(parts[0], *parts[1:])
 
+    def split(self, count: int) -> tuple[Matrix, ...]:
+        """Return `count` matrices of equally many outputs each, which share this one's memory."""
+        size = self.outs // count
+        return tuple(
+            Matrix(self.weight[at : at + size], _some(self.bias, at, size), _some(self.scale, at, size))
+            for at in range(0, count * size, size)
+        )
+
     def widened(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in floats; each product with a scale is rounded once."""
         if self.scale is None:
@@ -97,6 +105,10 @@ class Matrix:
         some = torch.split(self.weight, max(NUMBERS_AT_ONCE // self.ins, 1))
         weight, scale = (torch.cat(part) for part in zip(*(rounding(rows.float()) for rows in some), strict=True))
         return Matrix(weight, self.bias, scale)
+
+
+def _some(part: Tensor | None, start: int, count: int) -> Tensor | None:
+    return None if part is None else part[start : start + count]
 
 
 def fits_int4(ins: int) -> bool:

@@ -1,6 +1,6 @@
 """The decoder's weights, read one tensor at a time into the buffers that it will use.
 
-Owns the tensor names of each kind of file, and which tensors form one matrix: q, k and v; gate and up. A tied head is
+Owns which tensors form one matrix: q, k and v; gate and up. Does not own their names (`families/`). A tied head is
 the embedding itself, or a quantised copy of it. Invariant: no tensor exists twice while reading, and each matrix is
 quantised before the next one is read.
 """
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from specbranch.config import WeightsName
 from specbranch.errors import ModelError
+from specbranch.models.families.operations import Experts, attention_of, experts_of
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.block_reader import BlockRows, halves_together, read_parts
 from specbranch.models.files.blocks import AnyMatrix, BlockMatrix, fits_blocks, in_blocks
+from specbranch.models.files.expert_weights import ExpertReader
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.matrix import Matrix
@@ -27,39 +29,8 @@ from specbranch.models.files.tensor_file import TensorSource
 
 log = logging.getLogger("specbranch")
 
-HUGGING_FACE = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attention_norm": "model.layers.{}.input_layernorm",
-    "q": "model.layers.{}.self_attn.q_proj",
-    "k": "model.layers.{}.self_attn.k_proj",
-    "v": "model.layers.{}.self_attn.v_proj",
-    "q_norm": "model.layers.{}.self_attn.q_norm",
-    "k_norm": "model.layers.{}.self_attn.k_norm",
-    "out": "model.layers.{}.self_attn.o_proj",
-    "mlp_norm": "model.layers.{}.post_attention_layernorm",
-    "gate": "model.layers.{}.mlp.gate_proj",
-    "up": "model.layers.{}.mlp.up_proj",
-    "down": "model.layers.{}.mlp.down_proj",
-}
 D2T = "d2t"  # of a reduced head: by how much the token of each row lies above the row's number
-GGUF = {
-    "embedding": "token_embd",
-    "norm": "output_norm",
-    "head": "output",
-    "attention_norm": "blk.{}.attn_norm",
-    "q": "blk.{}.attn_q",
-    "k": "blk.{}.attn_k",
-    "v": "blk.{}.attn_v",
-    "q_norm": "blk.{}.attn_q_norm",
-    "k_norm": "blk.{}.attn_k_norm",
-    "out": "blk.{}.attn_output",
-    "mlp_norm": "blk.{}.ffn_norm",
-    "gate": "blk.{}.ffn_gate",
-    "up": "blk.{}.ffn_up",
-    "down": "blk.{}.ffn_down",
-}
+WRAPPED = ("language_model.{}", "model.language_model.{}")  # names of the text part of a model of several inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +43,12 @@ class LayerWeights:
     k_norm: Tensor | None
     out: AnyMatrix
     mlp_norm: Tensor
-    gate_up: AnyMatrix
+    gate_up: AnyMatrix  # of experts: those of one below those of another, each with its gates first
     down: AnyMatrix
+    attention_after_norm: Tensor | None = None
+    mlp_after_norm: Tensor | None = None
+    sinks: Tensor | None = None  # [heads]
+    router: Matrix | None = None  # of a layer with experts
 
     @property
     def matrices(self) -> tuple[AnyMatrix, ...]:
@@ -239,6 +214,9 @@ class _Reader:
         a, done = self.arch, index + 1
         log.info("layer %d of %d of %s", done, a.layers, a.name, extra={"done": done, "of": a.layers})
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        form = a.of_family.layer(a, index)
+        after, experts = [residual.after for residual in form], experts_of(form)
+        router, gate_up, down = (None, *self.mlp(index)) if experts is None else self.experts(experts, index)
         return LayerWeights(
             attention_norm=self.vector("attention_norm", a.hidden, index),
             qkv=self.matrix({"q": q, "k": kv, "v": kv}, a.hidden, a.qkv_bias, index),
@@ -246,12 +224,41 @@ class _Reader:
             k_norm=self.vector("k_norm", a.head_dim, index) if a.qk_norm else None,
             out=self.matrix({"out": a.hidden}, q, a.out_bias, index),
             mlp_norm=self.vector("mlp_norm", a.hidden, index),
-            gate_up=self.matrix({"gate": a.intermediate, "up": a.intermediate}, a.hidden, a.mlp_bias, index),
-            down=self.matrix({"down": a.hidden}, a.intermediate, a.mlp_bias, index),
+            gate_up=gate_up,
+            down=down,
+            attention_after_norm=self.vector(after[0], a.hidden, index) if after[0] else None,
+            mlp_after_norm=self.vector(after[1], a.hidden, index) if after[1] else None,
+            sinks=self.sinks(index) if attention_of(form).sinks else None,
+            router=router,
         )
 
+    def mlp(self, index: int) -> tuple[AnyMatrix, AnyMatrix]:
+        a = self.arch
+        return (
+            self.matrix({"gate": a.intermediate, "up": a.intermediate}, a.hidden, a.mlp_bias, index),
+            self.matrix({"down": a.hidden}, a.intermediate, a.mlp_bias, index),
+        )
+
+    def experts(self, experts: Experts, index: int) -> tuple[Matrix, AnyMatrix, AnyMatrix]:
+        """Read the router, and the experts' matrices one below the other."""
+        reader = ExpertReader(self.arch, experts, self.source, self.device, self.read_in or self.dtype, self._named)
+        gate_up, down = reader.gate_up(index), reader.down(index)
+        kind: WeightsName | None = "int8" if self.stored == "stored" else self.stored
+        stored = [matrix if kind is None else matrix.stored_as(kind) for matrix in (gate_up, down)]
+        return reader.router(index, self.dtype), stored[0], stored[1]
+
+    def sinks(self, index: int) -> Tensor:
+        """Read the score of each head that has no value."""
+        sinks = self._empty((self.arch.heads,), self.dtype)
+        self.source.read(self._named("sinks", "", index), sinks)
+        return sinks
+
     def vector(self, part: str, size: int, layer: int = 0) -> Tensor:
-        return self.stacked({part: size}, (), "weight", layer)
+        """Read the weight of a norm; one that multiplies by 1 + weight is kept as the sum, in float32 or better."""
+        if not self.arch.of_family.norm_adds_one:
+            return self.stacked({part: size}, (), "weight", layer)
+        whole = self.stacked({part: size}, (), "weight", layer, torch.promote_types(self.dtype, torch.float32))
+        return whole if isinstance(self.source, GgufFile) else whole.add_(1.0)
 
     def matrix(self, parts: dict[str, int], columns: int, bias: bool, layer: int) -> AnyMatrix:
         shift = self.stacked(parts, (), "bias", layer) if bias else None
@@ -292,13 +299,19 @@ class _Reader:
             ) from None
 
     def _name(self, part: str, suffix: str, layer: int) -> str:
-        names = GGUF if isinstance(self.source, GgufFile) else HUGGING_FACE
-        return f"{names[part].format(layer)}.{suffix}"
+        return self._named(part, f".{suffix}", layer)
+
+    def _named(self, part: str, suffix: str, layer: int, expert: int = 0) -> str:
+        """Return the tensor's name in the file; a model of several kinds of input has a prefix of its own."""
+        stem = self.arch.of_family.name_of(part, isinstance(self.source, GgufFile))
+        name = f"{stem.format(layer, expert=expert)}{suffix}"
+        wrapped = (WRAPPED[0].format(name), WRAPPED[1].format(name.removeprefix("model.")))
+        return next((one for one in (name, *wrapped) if one in self.source), name)
 
     @property
     def _interleaved(self) -> bool:
         """True if rows of q and k pair dimension 2i with 2i + 1, as llama.cpp stores this family."""
-        return isinstance(self.source, GgufFile) and self.arch.family in ("llama", "mistral")
+        return isinstance(self.source, GgufFile) and self.arch.of_family.interleaved_gguf
 
 
 def whole_rows(matrix: Matrix) -> AnyMatrix:

@@ -1,7 +1,8 @@
 """Prefill attention: the rows of a chunk attend causally to all tokens of the sequence so far.
 
 Owns two implementations: torch's flash kernel on GPUs, and a masked product on any device, which the flash kernel is
-compared with. Invariants: the device and the model's shape alone decide which one runs; neither waits for the device.
+compared with. Windows, sinks and bounded scores take the masked product. Invariants: the device and the model's shape
+alone decide which one runs; neither waits for the device.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from specbranch.models.families.operations import Attention
+from specbranch.models.forward.arithmetic import shares
+
 log = logging.getLogger("specbranch")
 
 AttendChunk = Callable[[Tensor, Tensor, Tensor], Tensor]
+PLAIN = Attention()
 
 # Largest difference between the two implementations. bfloat16 has steps of 1/64 between 2 and 4; a wrong mask causes
 # differences of about 1.
@@ -38,24 +43,39 @@ def attend_by_flash(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return out[0].transpose(0, 1).reshape(queries.shape[0], -1)
 
 
-def attend_masked(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attend_masked(
+    queries: Tensor, keys: Tensor, values: Tensor, attention: Attention = PLAIN, sinks: Tensor | None = None
+) -> Tensor:
     """Attend from the last rows of a sequence [rows, heads, head_dim] to all of it [kv_heads, end, head_dim].
 
-    Returns [rows, heads·head_dim].
+    Returns [rows, heads·head_dim]. `sinks` [heads].
     """
+    at = torch.arange(keys.shape[1], device=queries.device)
+    own = at[len(at) - len(queries) :, None]
+    seen = at <= own if attention.window is None else (at <= own) & (at > own - attention.window)
+    if attention.softcap is None and sinks is None:
+        return _attend_seen(queries, keys, values, seen, attention.scale)
+    rows, heads, head_dim = queries.shape
+    grouped = queries.view(rows, keys.shape[0], -1, head_dim).transpose(0, 1)  # [kv_heads, rows, group, head_dim]
+    scores = (grouped.flatten(1, 2) @ keys.mT).view(*grouped.shape[:3], -1) * (attention.scale or head_dim**-0.5)
+    last = None if sinks is None else sinks.view(keys.shape[0], 1, -1, 1)
+    found = shares(scores, ~seen[:, None], attention.softcap, last).to(queries.dtype).flatten(1, 2) @ values
+    return found.view(grouped.shape).transpose(0, 1).reshape(rows, heads * head_dim)
+
+
+def _attend_seen(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float | None) -> Tensor:
     rows, heads, head_dim = queries.shape
     keys, values = keys[None], values[None]
-    at = torch.arange(keys.shape[2], device=queries.device)
-    seen = at <= at[keys.shape[2] - rows :, None]
     if queries.device.type == "cpu":
-        out = scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, attn_mask=seen, enable_gqa=True)
+        out = scaled_dot_product_attention(
+            queries.transpose(0, 1)[None], keys, values, attn_mask=seen, enable_gqa=True, scale=scale
+        )
         return out[0].transpose(0, 1).reshape(rows, heads * head_dim)
     # Masked GPU kernels do not support grouped heads: query heads that share a key head become rows of one head.
     group = heads // keys.shape[1]
     grouped = queries.view(rows, -1, group, head_dim).transpose(0, 1).reshape(1, -1, rows * group, head_dim)
-    out = scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=seen.repeat_interleave(group, 0, output_size=rows * group)
-    )
+    repeated = seen.repeat_interleave(group, 0, output_size=rows * group)
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=repeated, scale=scale)
     return out.view(-1, rows, group, head_dim).transpose(0, 1).reshape(rows, heads * head_dim)
 
 

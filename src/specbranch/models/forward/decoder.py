@@ -1,6 +1,7 @@
-"""The decoder of the Llama family in plain torch: one step over rows of several sequences, on paged KV memory.
+"""The decoder in plain torch: one step over rows of several sequences, on paged KV memory.
 
-It is the reference on every device. Owns the arithmetic. The caller decides which token lies in which KV slot, and
+It is the reference on every device. It runs the operations that a family lists for each layer (`families/`). Owns the
+order of keys and values. The caller decides which token lies in which KV slot, and
 passes that as tensors. Invariants: a step never waits for the device. It writes new keys and values to the rows' KV
 slots before it attends, and nowhere else. A row of a tail attends to keys in the order of their positions; its position
 alone decides which of them are read page by page.
@@ -10,22 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
 
 from specbranch.core.pages import PAGE
 from specbranch.models.cache.kv_memory import Memory, gathered, put, widened
 from specbranch.models.cpu.block_kernels import block_linear
 from specbranch.models.cpu.linear import Linear, choose_linear, small_linear, takes
+from specbranch.models.families.operations import Attention, Experts, GatedMlp, LayerForm, attention_of, experts_of
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.blocks import AnyMatrix, BlockMatrix
+from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.forward import rope
-from specbranch.models.forward.chunk_attention import choose_attend_chunk
+from specbranch.models.forward.arithmetic import bounded, gated, heads_normed, normed, shares
+from specbranch.models.forward.chunk_attention import PLAIN, attend_masked, choose_attend_chunk
+from specbranch.models.forward.experts import ExpertLinears
 from specbranch.models.forward.stored_linear import StoredLinear
+
+Angles = tuple[Tensor, Tensor]  # cos and signed sin [rows, 1, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +74,32 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer, its matrices as callables."""
+    """One layer: what it computes, and its matrices as callables."""
 
+    form: LayerForm
     attention_norm: Tensor
     qkv: Linear
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
     out: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | None  # of a layer with an MLP
+    down: Linear | None
+    experts: ExpertLinears | None  # of a layer with experts
+    attention_after_norm: Tensor | None
+    mlp_after_norm: Tensor | None
+    sinks: Tensor | None  # [heads]
+
+    def norm(self, name: str) -> Tensor:
+        """Return the weight of a norm."""
+        weight: Tensor = getattr(self, name)
+        return weight
+
+    def run_mlp(self, operation: GatedMlp | Experts, h: Tensor) -> Tensor:
+        """Run the MLP, or the experts, on normed rows."""
+        if self.experts is not None:
+            return self.experts(h)
+        assert self.gate_up is not None and self.down is not None
+        return self.down(gated(self.gate_up(h), operation.activation))
 
 
 class Decoder:
@@ -84,13 +108,19 @@ class Decoder:
     def __init__(self, arch: Architecture, weights: Weights, positions: int) -> None:
         self.arch, self.stored = arch, weights.stored
         self.embedding = weights.embedding
-        self.layers = tuple(_layer(arch, layer) for layer in weights.layers)
+        self.dtype = dtype = weights.embedding.dtype
+        self.plain = arch.is_plain(positions)  # True if compiled steps may run it
+        self.layers = tuple(map(_layer, repeat(arch), arch.forms(positions), weights.layers, repeat(dtype)))
         self.norm = weights.norm
         self.columns = weights.reduced.columns if weights.reduced else None
-        device, dtype = weights.norm.device, weights.norm.dtype
+        device = weights.norm.device
         self.head = _linear(weights.reduced.matrix if weights.reduced else weights.head, dtype)
         self.head_matrix = None if weights.reduced else _with_used_weight(weights.head, self.head)
-        self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, device, dtype)
+        self.tables = tuple(rope.tables(one, arch.head_dim, positions, device, dtype) for one in arch.ropes)
+        self.cos, self.sin = self.tables[0]
+        # rounded as the embedding is, so that every precision multiplies by a number of its own type
+        scale = arch.embedding_scale
+        self.embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
         self.attend_chunk = choose_attend_chunk(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
 
     def forward(self, step: Step, memory: Memory, layer_inputs: list[Tensor] | None = None) -> Tensor:
@@ -98,7 +128,7 @@ class Decoder:
 
         Appends the input of each layer to `layer_inputs` if that is given.
         """
-        x, *angles = self._inputs(step)
+        x, angles = self.embedded(step.tokens), self._angles(step)
         for index, layer in enumerate(self.layers):
             if layer_inputs is not None:
                 layer_inputs.append(x)
@@ -107,75 +137,110 @@ class Decoder:
 
     def store(self, step: Step, memory: Memory) -> None:
         """Write keys and values only: no attention in the last layer, no logits."""
-        x, *angles = self._inputs(step)
+        x, angles = self.embedded(step.tokens), self._angles(step)
         *others, last = self.layers
         for index, layer in enumerate(others):
             x = self._run_layer(layer, x, step, memory.layer(index), angles)
-        self._write_keys_values(last, x, step, memory.layer(len(others)), angles)
+        h = self._normed(x, last.attention_norm)
+        self._write_keys_values(last, h, step, memory.layer(len(others)), angles[attention_of(last.form).table])
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return the first layer's input [rows, hidden]."""
+        x = looked_up(self.embedding, tokens)
+        return x if self.embedding_scale is None else x * self.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states [rows, hidden]: over the vocabulary, or over `columns` of it."""
-        return self.head(self.normed(hidden))
+        return self.scored(self.normed(hidden))
+
+    def scored(self, normed_rows: Tensor) -> Tensor:
+        """Return the logits of normed hidden states."""
+        return bounded(self.head(normed_rows), self.arch.logit_softcap)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Apply the final norm."""
         return self._normed(hidden, self.norm)
 
-    def _inputs(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows' embeddings [rows, hidden], and their cos and sin [rows, 1, head_dim]."""
-        cos, sin = (table.index_select(0, step.positions).unsqueeze(1) for table in (self.cos, self.sin))
-        return looked_up(self.embedding, step.tokens), cos, sin
+    def _angles(self, step: Step) -> list[Angles]:
+        """Return the rows' cos and sin of each rotary table."""
+        return [
+            (cos.index_select(0, step.positions).unsqueeze(1), sin.index_select(0, step.positions).unsqueeze(1))
+            for cos, sin in self.tables
+        ]
 
     def _run_layer(
-        self, layer: Layer, x: Tensor, step: Step, kv: tuple[Tensor, Tensor], angles: Sequence[Tensor]
+        self, layer: Layer, x: Tensor, step: Step, kv: tuple[Tensor, Tensor], angles: Sequence[Angles]
     ) -> Tensor:
-        """Run one layer; `kv`: its keys and values in the cache."""
-        queries = self._write_keys_values(layer, x, step, kv, angles)
-        x = x + layer.out(self._attend(step.parts, kv, queries))
-        return x + self._mlp(layer, self._normed(x, layer.mlp_norm))
+        """Run the operations of one layer; `kv`: its keys and values in the cache."""
+        for residual in layer.form:
+            h, operation = self._normed(x, layer.norm(residual.norm)), residual.operation
+            if isinstance(operation, Attention):
+                queries = self._write_keys_values(layer, h, step, kv, angles[operation.table])
+                change = layer.out(self._attend(step.parts, kv, queries, operation, layer.sinks))
+            else:
+                change = layer.run_mlp(operation, h)
+            x = x + (change if residual.after is None else self._normed(change, layer.norm(residual.after)))
+        return x
 
     def _write_keys_values(
-        self, layer: Layer, x: Tensor, step: Step, kv: tuple[Tensor, Tensor], angles: Sequence[Tensor]
+        self, layer: Layer, h: Tensor, step: Step, kv: tuple[Tensor, Tensor], angles: Angles
     ) -> Tensor:
-        """Write the keys and values of all rows, and return their queries [rows, heads, head_dim]."""
+        """Write the keys and values of all normed rows, and return their queries [rows, heads, head_dim]."""
         heads, kv_heads = self.arch.heads, self.arch.kv_heads
-        h = self._normed(x, layer.attention_norm)
         qkv = layer.qkv(h).view(h.shape[0], heads + 2 * kv_heads, self.arch.head_dim)
         qk, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
-            qk = rms_norm(qk, (self.arch.head_dim,), eps=self.arch.rms_eps) * layer.qk_norm
+            qk = heads_normed(qk, layer.qk_norm, self.arch.rms_eps)
         qk = rope.turn(qk, *angles)
         for side, new in zip(kv, (qk[:, heads:], values), strict=True):
             put(side, step.kv_slots, new)
         return qk[:, :heads]
 
-    def _attend(self, parts: Sequence[DecoderRows], kv: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
+    def _attend(
+        self,
+        parts: Sequence[DecoderRows],
+        kv: tuple[Tensor, Tensor],
+        queries: Tensor,
+        attention: Attention,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Attend: the rows of each part to their own sequence; returns [rows, heads·head_dim]."""
         split = zip(parts, torch.split(queries, [part.rows for part in parts]), strict=True)
-        attended = [self._attend_part(part.sees, kv, rows) for part, rows in split]
+        attended = [self._attend_part(part.sees, kv, rows, attention, sinks) for part, rows in split]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
-    def _attend_part(self, sees: OwnPaths | ChunkView, kv: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
+    def _attend_part(
+        self,
+        sees: OwnPaths | ChunkView,
+        kv: tuple[Tensor, Tensor],
+        queries: Tensor,
+        attention: Attention,
+        sinks: Tensor | None,
+    ) -> Tensor:
         if isinstance(sees, OwnPaths):
-            return attend_own_paths(queries, *kv, sees)
-        return self.attend_chunk(
-            queries, *(widened(gathered(side, sees.pages, sees.end), queries.dtype) for side in kv)
-        )
-
-    def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
-        gate, up = layer.gate_up(h).chunk(2, -1)
-        return layer.down(silu(gate).mul_(up))
+            return attend_own_paths(queries, *kv, sees, attention, sinks)
+        keys, values = (widened(gathered(side, sees.pages, sees.end), queries.dtype) for side in kv)
+        if attention.is_plain:
+            return self.attend_chunk(queries, keys, values)
+        return attend_masked(queries, keys, values, attention, sinks)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, (self.arch.hidden,), weight, self.arch.rms_eps)
+        return normed(x, weight, self.arch.rms_eps)
 
 
-def attend_own_paths(queries: Tensor, keys: Tensor, values: Tensor, paths: OwnPaths) -> Tensor:
+def attend_own_paths(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    paths: OwnPaths,
+    attention: Attention = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend from rows of a tail: to shared positions page by page, in place, then to each row's own path."""
     rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     # [kv_heads, rows, group, head_dim]
-    grouped = queries.view(rows, kv_heads, -1, head_dim).transpose(0, 1) * head_dim**-0.5
+    grouped = queries.view(rows, kv_heads, -1, head_dim).transpose(0, 1) * (attention.scale or head_dim**-0.5)
     flat = grouped.reshape(kv_heads, -1, head_dim)
     at = paths.own // PAGE, paths.own % PAGE
     # [kv_heads, rows, own, head_dim]
@@ -187,35 +252,59 @@ def attend_own_paths(queries: Tensor, keys: Tensor, values: Tensor, paths: OwnPa
     pages = [(page, end) for page, end in zip(paths.pages, ends, strict=False)]
     seen = [widened(keys[page, :, :end], queries.dtype) for page, end in pages]
     common = [(flat @ some.mT).view(kv_heads, rows, -1, some.shape[1]) for some in seen]
-    hidden = [torch.arange(paths.most_shared, device=queries.device) >= paths.shared[:, None]]
-    hidden.append(torch.arange(paths.own.shape[1], device=queries.device) >= paths.counts[:, None])
-    scores = _wide(torch.cat((*common, grouped @ own_keys.mT), dim=-1)).masked_fill_(
-        torch.cat(hidden, -1)[:, None], -torch.inf
+    last = None if sinks is None else sinks.view(kv_heads, 1, -1, 1)
+    found = shares(
+        torch.cat((*common, grouped @ own_keys.mT), dim=-1), _hidden(paths, attention), attention.softcap, last
     )
-    *shares, own = torch.split(scores.softmax(dim=-1).to(queries.dtype), [*ends, paths.own.shape[1]], dim=-1)
+    *parts, own = torch.split(found.to(queries.dtype), [*ends, paths.own.shape[1]], dim=-1)
     out = own @ own_values
-    for (page, end), share in zip(pages, shares, strict=True):
+    for (page, end), share in zip(pages, parts, strict=True):
         found = widened(values[page, :, :end], queries.dtype)
         out = out + (share.reshape(kv_heads, -1, end) @ found).view_as(out)
     return out.permute(1, 0, 2, 3).reshape(rows, heads * head_dim)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Convert to float32 unless the type is as wide or wider."""
-    return x.float() if x.dtype.itemsize < 4 else x
+def _hidden(paths: OwnPaths, attention: Attention) -> Tensor:
+    """Return which keys a row does not see [rows, 1, shared positions and KV slots of its own path]."""
+    shared, own = (
+        torch.arange(size, device=paths.own.device).expand(len(paths.own), -1)
+        for size in (paths.most_shared, paths.own.shape[1])
+    )
+    starts, counts = paths.shared[:, None], paths.counts[:, None]
+    hidden = torch.cat((shared >= starts, own >= counts), -1)
+    if attention.window is not None:
+        left = starts + counts - attention.window  # the first position that the row sees
+        hidden |= torch.cat((shared, own + starts), -1) < left
+    return hidden[:, None]
 
 
-def _layer(arch: Architecture, weights: LayerWeights) -> Layer:
-    dtype = weights.attention_norm.dtype
+def _layer(arch: Architecture, form: LayerForm, weights: LayerWeights, dtype: torch.dtype) -> Layer:
+    experts = experts_of(form)
+    mlp = (_linear(weights.gate_up, dtype), _linear(weights.down, dtype)) if experts is None else (None, None)
     return Layer(
+        form=form,
         attention_norm=weights.attention_norm,
         qkv=_linear(weights.qkv, dtype),
         qk_norm=_joined_norm(arch, weights.q_norm, weights.k_norm),
         out=_linear(weights.out, dtype),
         mlp_norm=weights.mlp_norm,
-        gate_up=_linear(weights.gate_up, dtype),
-        down=_linear(weights.down, dtype),
+        gate_up=mlp[0],
+        down=mlp[1],
+        experts=None if experts is None else _experts(experts, weights, dtype),
+        attention_after_norm=weights.attention_after_norm,
+        mlp_after_norm=weights.mlp_after_norm,
+        sinks=weights.sinks,
     )
+
+
+def _experts(form: Experts, weights: LayerWeights, dtype: torch.dtype) -> ExpertLinears:
+    assert weights.router is not None
+    gate_up, down = (
+        tuple(_linear(part, dtype) for part in matrix.split(form.count))
+        for matrix in (weights.gate_up, weights.down)
+        if isinstance(matrix, Matrix)
+    )
+    return ExpertLinears(form, _linear(weights.router, dtype), gate_up, down)
 
 
 def _joined_norm(arch: Architecture, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor | None:

@@ -172,6 +172,7 @@ class FusedStep:
         """Make the list of operations of a step over `rows` rows."""
         operations = Operations(rows)
         for index, layer in enumerate(self.decoder.layers):
+            assert layer.gate_up is not None and layer.down is not None  # `fuse` takes plain layers only
             self._add_norm(operations, layer.attention_norm, rows, layer.qkv, change=index > 0)
             operations.entered.append(len(operations.rows))
             self._add_attention(operations, index, layer, rows)
@@ -243,7 +244,9 @@ def _paths(rows: Rows, tail: np.ndarray) -> np.ndarray:
 
 
 def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:
-    """Return the compiled step if all matrices of the decoder use compiled CPU kernels, else None."""
+    """Return the compiled step if the layers are plain and all matrices use compiled CPU kernels, else None."""
+    if not decoder.plain:
+        return None
     matrices = [
         decoder.head,
         *(matrix for layer in decoder.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)),

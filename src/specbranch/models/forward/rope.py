@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from specbranch.models.files.architecture import Rope
+from specbranch.models.families.rotary import Rope
 
 
 def tables(

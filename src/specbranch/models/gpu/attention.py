@@ -20,6 +20,9 @@ from torch.nn import functional as F
 
 from specbranch.core.pages import PAGE, Pool
 from specbranch.models.cache.kv_memory import Table
+from specbranch.models.families.operations import Attention
+from specbranch.models.forward.arithmetic import shares
+from specbranch.models.forward.chunk_attention import PLAIN
 from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.layout import (
     BATCH_GROUP_ROWS,
@@ -79,24 +82,35 @@ def choose_attend(device: torch.device, dtype: torch.dtype, heads: int, kv_heads
 
 
 def attend_plainly(
-    queries: Tensor, keys: Tensor, values: Tensor, step: Views, out: Tensor | None = None, sampled_only: bool = False
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: Views,
+    out: Tensor | None = None,
+    sampled_only: bool = False,
+    attention: Attention = PLAIN,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend in plain torch, from queries [rows, heads, head_dim] to pages [pages, kv_heads, PAGE, head_dim].
 
     Returns [rows, heads·head_dim], written to `out` if there is one. `sampled_only`: leave rows of prompts out. It
-    copies all keys and values that each row sees.
+    copies all keys and values that each row sees. Only this implementation has windows, bounded scores and sinks.
     """
     heads, head_dim = queries.shape[1:]
     rows = len(step.shared) if sampled_only else len(queries)
-    kv_slots, seen = _seen_slots(step)
+    kv_slots, positions, seen = _seen_slots(step)
+    if attention.window is not None:
+        seen = seen & (positions > step.positions[:, None] - attention.window)
     kv_slots, seen, queries = kv_slots[:rows], seen[:rows], queries[:rows]
     # [rows, kv_heads, KV slots, head_dim]
     k, v = (side[kv_slots // PAGE, :, kv_slots % PAGE].transpose(1, 2) for side in (keys, values))
     exact = torch.promote_types(queries.dtype, torch.float32)
-    q = queries.view(rows, keys.shape[1], -1, head_dim).to(exact) / math.sqrt(head_dim)
-    scores = torch.matmul(q, k.to(exact).transpose(-1, -2)).masked_fill(~seen[:, None, None], -torch.inf)
-    found = torch.matmul(scores.softmax(-1), v.to(exact)).to(queries.dtype).reshape(rows, heads * head_dim)
-    return found if out is None else out[:rows].copy_(found)
+    q = queries.view(rows, keys.shape[1], -1, head_dim).to(exact)
+    q = q / math.sqrt(head_dim) if attention.scale is None else q * attention.scale
+    last = None if sinks is None else sinks.view(keys.shape[1], -1, 1)
+    found = shares(torch.matmul(q, k.to(exact).transpose(-1, -2)), ~seen[:, None, None], attention.softcap, last)
+    attended = torch.matmul(found, v.to(exact)).to(queries.dtype).reshape(rows, heads * head_dim)
+    return attended if out is None else out[:rows].copy_(attended)
 
 
 def attend_by_kernels(
@@ -234,8 +248,10 @@ def _largest_error(device: torch.device, dtype: torch.dtype, heads: int, kv_head
     return float((attend_by_kernels(q, k, v, step).float() - attend_plainly(q, k, v, step).float())[:3].abs().max())
 
 
-def _seen_slots(step: Views) -> tuple[Tensor, Tensor]:
-    """Return the KV slots of the pool that each row may see, own path first, and the mask [rows, KV slots].
+def _seen_slots(step: Views) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the KV slots of the pool that each row may see, own path first, their positions, and the mask.
+
+    All are [rows, KV slots].
 
     A row of a prompt has no own path: it sees all its positions through the page table.
     """
@@ -255,4 +271,5 @@ def _seen_slots(step: Views) -> tuple[Tensor, Tensor]:
     through_table = step.tables[at] * PAGE + position % PAGE
     seen = torch.cat((torch.arange(own.shape[1], device=device) < own_count[:, None], position < shared[:, None]), 1)
     # Masked slots may never have been written, or not exist: they are replaced by the row's own slot.
-    return torch.where(seen, torch.cat((own, through_table), 1), step.slots[:, None]), seen
+    places = torch.cat((shared[:, None] + torch.arange(own.shape[1], device=device), position.expand(total, -1)), 1)
+    return torch.where(seen, torch.cat((own, through_table), 1), step.slots[:, None]), places, seen

@@ -258,7 +258,7 @@ class KernelStep(GpuStep):
             attended = self._attend(index, products["qkv"], step, total, count)
             self._add("out", products["out"], attended, layer.mlp_norm, step, count)
             self._gate(products["gate_up"], step, count)
-            self._add("down", products["down"], self._gated, self._next_norms[index], step, count)
+            self._add("down", products["down"], self._gated, self._next_norms[index][-1], step, count)
         logits = self._score(rows)
         if not tapped:
             return logits, None
@@ -361,7 +361,9 @@ def wide_tiles(name: str, cut: Cut, head_dim: int) -> tuple[Tiles, ...]:
 
 
 def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
-    """True if the kernels support this model: half precision, known matrices, head sizes of a power of two, Triton."""
+    """True if the kernels support this model: plain layers in half precision, known matrices and head sizes, Triton."""
+    if not decoder.plain:
+        return False
     arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
     linears = [decoder.head, *(getattr(layer, name) for layer in decoder.layers for name in PRODUCT_NAMES)]
     suits = (

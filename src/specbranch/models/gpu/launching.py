@@ -81,7 +81,7 @@ class StepLauncher:
         """`spare`: the KV slot of the pool for padding."""
         self.transfer, self.graphs, self.stream, self.spare = transfer, graphs, stream, spare
         self._memory, self._sequences, self._host = memory, sequences, host
-        self.device, self._arch, self._itemsize = decoder.norm.device, decoder.arch, decoder.norm.dtype.itemsize
+        self.device, self._arch, self._itemsize = decoder.norm.device, decoder.arch, decoder.dtype.itemsize
         self._tile_rows = chunk_tile_rows(self._arch.heads // self._arch.kv_heads)
         # pending moves: sequence, KV slots of the pool, and the lowest slot of the sequence that is written
         self.moves: list[tuple[int, np.ndarray, int]] = []

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, rms_norm, silu
+from torch.nn.functional import pad
 
 from specbranch.core.pages import PAGE
 from specbranch.models.forward import rope
+from specbranch.models.forward.arithmetic import gated, heads_normed, normed
 
 log = logging.getLogger("specbranch")
 
@@ -42,8 +43,8 @@ def turned(
     """
     kv_heads, head_dim = pages.shape[-2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    normed = heads if norm is None else rms_norm(heads, (head_dim,), eps=eps) * pad(norm, (0, 0, 0, kv_heads))
-    all_turned = rope.turn(normed, cos, sin)
+    scaled = heads if norm is None else heads_normed(heads, pad(norm, (0, 0, 0, kv_heads)), eps)
+    all_turned = rope.turn(scaled, cos, sin)
     # Values are rotated in vain, and taken as they were: a `cat` of keys and values would be another kernel.
     is_value = torch.arange(2 * kv_heads, device=qkv.device)[:, None] >= kv_heads
     both = torch.where(is_value, heads[:, -2 * kv_heads :], all_turned[:, -2 * kv_heads :])
@@ -55,13 +56,7 @@ def turned(
 def added(x: Tensor, more: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x + more, and its norm."""
     x = x + more
-    return x, rms_norm(x, (x.shape[-1],), norm, eps)
-
-
-def gated(gate_up: Tensor) -> Tensor:
-    """Return silu(gate)·up."""
-    gate, up = gate_up.chunk(2, -1)
-    return silu(gate) * up
+    return x, normed(x, norm, eps)
 
 
 PLAIN_FUNCTIONS = Small(turned, added, gated)

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from specbranch.core.pages import PAGE
 from specbranch.models.cache.kv_memory import Memory
-from specbranch.models.files.stored_rows import looked_up
-from specbranch.models.forward.decoder import Decoder
-from specbranch.models.gpu.attention import Attend, choose_attend
+from specbranch.models.families.operations import Attention, Experts, GatedMlp
+from specbranch.models.forward.arithmetic import normed
+from specbranch.models.forward.decoder import Decoder, Layer
+from specbranch.models.gpu.attention import Attend, attend_plainly, choose_attend
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.compiling import Compilation, Kernel, begin_compilation, ready_kernels
 from specbranch.models.gpu.layout import (
@@ -71,8 +71,7 @@ class GpuStep:
         self._small = small or small_functions(device)
         self._sides = [memory.layer(index) for index in range(arch.layers)]
         self._written = [memory.data[:, index].permute(0, 3, 1, 2, 4) for index in range(arch.layers)]
-        norms = [layer.attention_norm for layer in decoder.layers]
-        self._next_norms = (*norms[1:], decoder.norm)
+        self._next_norms = next_norms(decoder)
         # the tokens that rows sampled last; an input token −1 − i stands for that of row i
         self.picks = torch.zeros(MOST_STEP_ROWS, dtype=torch.int32, device=device)
 
@@ -94,18 +93,47 @@ class GpuStep:
         """
         decoder, seen, rows = self.decoder, list[Tensor](), len(step.shared)
         eps, untapped = decoder.arch.rms_eps, len(decoder.layers) - tapped + 1
-        turning = [table.index_select(0, step.positions).unsqueeze(1) for table in (decoder.cos, decoder.sin)]
+        angles = [[half.index_select(0, step.positions).unsqueeze(1) for half in table] for table in decoder.tables]
         chosen = self.picks[(-1 - step.tokens).clamp(min=0)]  # where a token is negative
-        x = looked_up(decoder.embedding, torch.where(step.tokens < 0, chosen, step.tokens))
-        h = rms_norm(x, (x.shape[-1],), decoder.layers[0].attention_norm, eps)
+        x = decoder.embedded(torch.where(step.tokens < 0, chosen, step.tokens))
+        h = normed(x, decoder.layers[0].attention_norm, eps)
         for index, layer in enumerate(decoder.layers):
             if tapped and index >= untapped:
                 seen.append(x[:rows])
-            queries = self._small.turned(layer.qkv(h), layer.qk_norm, eps, *turning, step.slots, self._written[index])
-            x, h = self._small.added(x, layer.out(self.attend(queries, *self._sides[index], step)), layer.mlp_norm, eps)
-            x, h = self._small.added(x, layer.down(self._small.gated(layer.gate_up(h))), self._next_norms[index], eps)
+            for residual, next_norm in zip(layer.form, self._next_norms[index], strict=True):
+                if isinstance(residual.operation, Attention):
+                    change = self._run_attention(index, h, step, residual.operation, angles[residual.operation.table])
+                else:
+                    change = self._run_mlp(layer, residual.operation, h)
+                if residual.after is not None:
+                    change = normed(change, layer.norm(residual.after), eps)
+                x, h = self._small.added(x, change, next_norm, eps)
         h = h[:rows]
-        return decoder.head(h), torch.cat((*seen, h), -1) if tapped else None
+        return decoder.scored(h), torch.cat((*seen, h), -1) if tapped else None
+
+    def _run_attention(
+        self, index: int, h: Tensor, step: Views, attention: Attention, angles: Sequence[Tensor]
+    ) -> Tensor:
+        """Write keys and values of all rows, and return the output of attention."""
+        layer = self.decoder.layers[index]
+        queries = self._small.turned(
+            layer.qkv(h), layer.qk_norm, self.decoder.arch.rms_eps, *angles, step.slots, self._written[index]
+        )
+        if attention.is_plain:
+            return layer.out(self.attend(queries, *self._sides[index], step))
+        return layer.out(attend_plainly(queries, *self._sides[index], step, attention=attention, sinks=layer.sinks))
+
+    def _run_mlp(self, layer: Layer, operation: GatedMlp | Experts, h: Tensor) -> Tensor:
+        if layer.gate_up is None or layer.down is None or operation != GatedMlp():
+            return layer.run_mlp(operation, h)
+        return layer.down(self._small.gated(layer.gate_up(h)))
+
+
+def next_norms(decoder: Decoder) -> list[tuple[Tensor, ...]]:
+    """Return, for each layer, the norm that follows each of its operations: the next one's, at the end the last."""
+    before = [layer.norm(residual.norm) for layer in decoder.layers for residual in layer.form]
+    behind = iter((*before[1:], decoder.norm))
+    return [tuple(next(behind) for _ in layer.form) for layer in decoder.layers]
 
 
 @dataclass(frozen=True, slots=True)

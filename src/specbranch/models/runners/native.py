@@ -75,7 +75,7 @@ class NativeRunner(TorchRunner):
         super().__init__(decoder.arch.vocabulary, decoder.norm.device)
         self.decoder = decoder
         self.architecture = decoder.arch
-        self.dtype = decoder.norm.dtype
+        self.dtype = decoder.dtype
         self.tail = tail
         self._context_length = context_length
         if not pages:  # the weights are loaded already: they need no more memory

@@ -22,12 +22,14 @@ from specbranch.files import spoken
 from specbranch.models.drafts.draft_folder import HEAD_IDS, DraftInfo, Storage, read_draft, scale_name
 from specbranch.models.drafts.draft_name import KEY
 from specbranch.models.drafts.evaluation_file import evaluation_text
-from specbranch.models.files.architecture import Architecture, Rope
+from specbranch.models.families.family import HUGGING_FACE
+from specbranch.models.families.rotary import Rope
+from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.blocks import AnyMatrix
 from specbranch.models.files.disk import RESUME, write_durably
 from specbranch.models.files.identity import EVALUATION
 from specbranch.models.files.matrix import Matrix
-from specbranch.models.files.weights import HUGGING_FACE, LayerWeights
+from specbranch.models.files.weights import LayerWeights
 
 # Where a target lies that is known by another name here.
 ON_THE_HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}

@@ -25,7 +25,7 @@ class Texts:
     def __init__(self, decoder: Decoder, rows: int, length: int) -> None:
         self.decoder, self._pages = decoder, -(-length // PAGE)
         device, pool = decoder.norm.device, Pool(rows * self._pages)
-        self.memory = Memory(decoder.arch, pool.pages + 1, device, decoder.norm.dtype)
+        self.memory = Memory(decoder.arch, pool.pages + 1, device, decoder.dtype)
         self._tables = [Table(pool, range(row * self._pages, (row + 1) * self._pages)) for row in range(rows)]
         self._fused = fuse(decoder, self.memory)
         self._step = GpuStep(decoder, self.memory) if self._fused is None else None

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from specbranch.errors import BadParameter
-from specbranch.models.files.architecture import Architecture, Rope, usual_magnitude
+from specbranch.models.families.family import GGUF, HUGGING_FACE
+from specbranch.models.families.rotary import Rope, usual_magnitude
+from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.block_reader import pairs_together
-from specbranch.models.files.weights import GGUF, HUGGING_FACE
 from specbranch.models.forward.rope import frequencies
 from specbranch.progress import StepsDone
 from specbranch.training.export.whole_draft import WholeDraft

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from specbranch.models.drafts.load import DraftOfTarget
+from specbranch.models.families.family import HUGGING_FACE
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.weights import HUGGING_FACE, read_layers, read_part
+from specbranch.models.files.weights import read_layers, read_part
 from specbranch.progress import StepsDone
 from specbranch.training.distill.draft_saving import layer_tensors
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specbranch.errors import BadParameter
+from specbranch.models.families.family import HUGGING_FACE
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.head_columns import Columns
-from specbranch.models.files.weights import HUGGING_FACE
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.rope import frequencies
 
@@ -46,7 +46,7 @@ def as_transformers(decoder: Decoder) -> PreTrainedModel:
 
     arch = decoder.arch
     refuse_other_families(arch)
-    dtype, device = decoder.norm.dtype, decoder.norm.device
+    dtype, device = decoder.dtype, decoder.norm.device
     family: Any = transformers.LlamaConfig, transformers.LlamaForCausalLM  # whose constructors are not typed
     config = family[0](
         vocab_size=arch.vocabulary, hidden_size=arch.hidden, intermediate_size=arch.intermediate,

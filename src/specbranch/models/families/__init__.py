@@ -1,0 +1,1 @@
+"""What the layers of each model family compute: one file a family, and the words that they share."""
