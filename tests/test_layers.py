@@ -51,7 +51,7 @@ LAYERS = (
 BUILDINGS = ("training", "lab")  # the engine imports neither
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # The drawers of models/ from the bottom up: each imports only those before it, lazily or not.
-DRAWERS = ("files", "cpu", "cache", "forward", "sampling", "runners", "gpu", "loading", "drafts")
+DRAWERS = ("families", "files", "cpu", "cache", "forward", "sampling", "runners", "gpu", "loading", "drafts")
 # A lazy import that closes a circle: these kernels share constants with the module that launches them.
 LAUNCHED = {("models/gpu/receiving.py", "specbranch.models.gpu.send_kernels.send")}
 WITHOUT_TORCH = (  # layers that load without it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from specbranch.file_values import FileValues
@@ -18,38 +19,45 @@ from specbranch.models.families.family import (
 from specbranch.models.families.operations import Attention, GatedMlp, LayerForm, layer_form
 
 
-def _traits(values: FileValues, name: str) -> Traits:
+def gemma_traits(values: FileValues, slides: Callable[[int], bool]) -> Traits:
+    """Return what Gemma 2 and 3 share; `slides`: which layers have a window where the file does not list them."""
     biased = values.flag("attention_bias", False)
     return Traits(
         qkv_bias=biased,
         out_bias=biased,
-        windows=windows_by_type(values, lambda layer: layer % 2 == 0, 4096),
+        windows=windows_by_type(values, slides, 4096),
         query_scale=scale_of(values, "query_pre_attn_scalar", 256),
         attention_softcap=softcap_of(values, "attn_logit_softcapping"),
         logit_softcap=softcap_of(values, "final_logit_softcapping"),
     )
 
 
+def gemma_layer(traits: Traits, index: int, table: int = 0) -> LayerForm:
+    """Return a layer with norms before and behind its operations."""
+    window, scale, softcap = traits.window_of(index), traits.query_scale, traits.attention_softcap
+    attention = Attention(window=window, table=table, scale=scale, softcap=softcap)
+    return layer_form(attention, GatedMlp("gelu_tanh"), norms_after=True)
+
+
+def gguf_scale(values: FileValues, layers_of_27b: int) -> float | None:
+    """Return the factor of scores, which GGUF files do not say: the 27B divides by √(hidden / heads)."""
+    if gguf_layers(values) != layers_of_27b:
+        return None
+    return float((values.count("embedding_length") // values.count("attention.head_count")) ** -0.5)
+
+
 def _gguf_traits(values: FileValues, traits: Traits) -> Traits:
     window = values.count("attention.sliding_window", 4096)
-    # Gemma 2 27B divides by hidden / heads, which GGUF files do not say; the others by the head dimension.
-    wide = gguf_layers(values) == 46
-    divided = values.count("embedding_length") // values.count("attention.head_count") if wide else None
     return replace(
         traits,
         windows=tuple(None if layer % 2 else window for layer in range(gguf_layers(values))),
-        query_scale=None if divided is None else divided**-0.5,
+        query_scale=gguf_scale(values, layers_of_27b=46),
         attention_softcap=values.number("attn_logit_softcapping", 50.0, 1e-6, 1e9),
         logit_softcap=values.number("final_logit_softcapping", 30.0, 1e-6, 1e9),
     )
 
 
-def _layer(traits: Traits, index: int) -> LayerForm:
-    attention = Attention(window=traits.window_of(index), scale=traits.query_scale, softcap=traits.attention_softcap)
-    return layer_form(attention, GatedMlp("gelu_tanh"), norms_after=True)
-
-
-FAMILY = Family(
+GEMMA2_FAMILY = Family(
     name="gemma2",
     about="Gemma 2 2B, 9B, 27B",
     model_types=("gemma2",),
@@ -61,7 +69,7 @@ FAMILY = Family(
     scales_embedding=True,
     tensors=NORMS_AFTER,
     gguf_tensors=GGUF_NORMS_AFTER,
-    traits=_traits,
+    traits=lambda values, name: gemma_traits(values, lambda layer: layer % 2 == 0),
     gguf_traits=_gguf_traits,
-    layer=_layer,
+    layer=gemma_layer,
 )

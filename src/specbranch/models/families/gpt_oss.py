@@ -42,7 +42,7 @@ def _layer(traits: Traits, index: int) -> LayerForm:
     return layer_form(Attention(window=traits.window_of(index), sinks=True), traits.experts)
 
 
-FAMILY = Family(
+GPT_OSS_FAMILY = Family(
     name="gpt_oss",
     about="gpt-oss-20b, gpt-oss-120b",
     limits="safetensors only; MXFP4 experts are widened at load",

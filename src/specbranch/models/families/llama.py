@@ -21,7 +21,7 @@ def _gguf_traits(values: FileValues, traits: Traits) -> Traits:
     return replace(gguf_windows(values, traits), experts=experts, expert_layers=layers)
 
 
-FAMILY = Family(
+LLAMA_FAMILY = Family(
     name="llama",
     about="Llama 2 to 3.3, SmolLM2, TinyLlama, Yi",
     model_types=("llama",),

@@ -11,7 +11,7 @@ def _traits(values: FileValues, name: str) -> Traits:
     return Traits(windows=one_window(values))
 
 
-FAMILY = Family(
+MISTRAL_FAMILY = Family(
     name="mistral",
     about="Mistral 7B, Mistral Nemo, Mistral Small (text)",
     model_types=("mistral",),

@@ -20,7 +20,7 @@ def _traits(values: FileValues, name: str) -> Traits:
     )
 
 
-FAMILY = Family(
+MIXTRAL_FAMILY = Family(
     name="mixtral",
     about="Mixtral 8x7B and 8x22B (a GGUF file calls them llama)",
     model_types=("mixtral",),

@@ -32,7 +32,7 @@ class Attention:
     @property
     def is_plain(self) -> bool:
         """True if scores are scaled by 1 / √head_dim, and every row sees all positions up to its own."""
-        return replace(self, table=0) == Attention()
+        return replace(self, table=0) == PLAIN_ATTENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ def layer_form(attention: Attention, mlp: GatedMlp | Experts, *, norms_after: bo
     )
 
 
-PLAIN_LAYER = layer_form(Attention(), GatedMlp())
+PLAIN_ATTENTION = Attention()
+PLAIN_LAYER = layer_form(PLAIN_ATTENTION, GatedMlp())
 
 
 def is_plain(forms: Iterable[LayerForm]) -> bool:

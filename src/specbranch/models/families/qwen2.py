@@ -11,7 +11,7 @@ def _traits(values: FileValues, name: str) -> Traits:
     return Traits(qkv_bias=True, windows=qwen_windows(values))
 
 
-FAMILY = Family(
+QWEN2_FAMILY = Family(
     name="qwen2",
     about="Qwen2, Qwen2.5, Qwen2.5-Coder",
     model_types=("qwen2",),

@@ -12,7 +12,7 @@ def _traits(values: FileValues, name: str) -> Traits:
     return Traits(qkv_bias=biased, out_bias=biased, qk_norm=True, windows=qwen_windows(values))
 
 
-FAMILY = Family(
+QWEN3_FAMILY = Family(
     name="qwen3",
     about="Qwen3 0.6B to 32B",
     model_types=("qwen3",),

@@ -39,7 +39,7 @@ def _gguf_traits(values: FileValues, traits: Traits) -> Traits:
     return replace(gguf_windows(values, traits), experts=experts, expert_layers=layers)
 
 
-FAMILY = Family(
+QWEN3_MOE_FAMILY = Family(
     name="qwen3_moe",
     about="Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, Qwen3-235B-A22B",
     model_types=("qwen3_moe",),

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from specbranch.errors import UnsupportedArchitecture
-from specbranch.models.families import gemma2, gemma3, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from specbranch.models.families.family import Family
+from specbranch.models.families.gemma2 import GEMMA2_FAMILY
+from specbranch.models.families.gemma3 import GEMMA3_FAMILY
+from specbranch.models.families.gpt_oss import GPT_OSS_FAMILY
+from specbranch.models.families.llama import LLAMA_FAMILY
+from specbranch.models.families.mistral import MISTRAL_FAMILY
+from specbranch.models.families.mixtral import MIXTRAL_FAMILY
+from specbranch.models.families.qwen2 import QWEN2_FAMILY
+from specbranch.models.families.qwen3 import QWEN3_FAMILY
+from specbranch.models.families.qwen3_moe import QWEN3_MOE_FAMILY
 from specbranch.models.families.rotary import USE_TRANSFORMERS
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY
-    for module in (llama, mistral, qwen2, qwen3, gemma2, gemma3, mixtral, qwen3_moe, gpt_oss)
+    family.name: family
+    for family in (
+        LLAMA_FAMILY,
+        MISTRAL_FAMILY,
+        QWEN2_FAMILY,
+        QWEN3_FAMILY,
+        GEMMA2_FAMILY,
+        GEMMA3_FAMILY,
+        MIXTRAL_FAMILY,
+        QWEN3_MOE_FAMILY,
+        GPT_OSS_FAMILY,
+    )
 }
 BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
 BY_GGUF_NAME = {kind: family for family in FAMILIES.values() for kind in family.gguf_names}

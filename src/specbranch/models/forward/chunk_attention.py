@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specbranch.models.families.operations import Attention
+from specbranch.models.families.operations import PLAIN_ATTENTION, Attention
 from specbranch.models.forward.arithmetic import shares
 
 log = logging.getLogger("specbranch")
 
 AttendChunk = Callable[[Tensor, Tensor, Tensor], Tensor]
-PLAIN = Attention()
 
 # Largest difference between the two implementations. bfloat16 has steps of 1/64 between 2 and 4; a wrong mask causes
 # differences of about 1.
@@ -44,7 +43,7 @@ def attend_by_flash(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def attend_masked(
-    queries: Tensor, keys: Tensor, values: Tensor, attention: Attention = PLAIN, sinks: Tensor | None = None
+    queries: Tensor, keys: Tensor, values: Tensor, attention: Attention = PLAIN_ATTENTION, sinks: Tensor | None = None
 ) -> Tensor:
     """Attend from the last rows of a sequence [rows, heads, head_dim] to all of it [kv_heads, end, head_dim].
 

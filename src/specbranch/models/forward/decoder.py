@@ -20,7 +20,15 @@ from specbranch.core.pages import PAGE
 from specbranch.models.cache.kv_memory import Memory, gathered, put, widened
 from specbranch.models.cpu.block_kernels import block_linear
 from specbranch.models.cpu.linear import Linear, choose_linear, small_linear, takes
-from specbranch.models.families.operations import Attention, Experts, GatedMlp, LayerForm, attention_of, experts_of
+from specbranch.models.families.operations import (
+    PLAIN_ATTENTION,
+    Attention,
+    Experts,
+    GatedMlp,
+    LayerForm,
+    attention_of,
+    experts_of,
+)
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.blocks import AnyMatrix, BlockMatrix
 from specbranch.models.files.matrix import Matrix
@@ -28,7 +36,7 @@ from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.forward import rope
 from specbranch.models.forward.arithmetic import bounded, gated, heads_normed, normed, shares
-from specbranch.models.forward.chunk_attention import PLAIN, attend_masked, choose_attend_chunk
+from specbranch.models.forward.chunk_attention import attend_masked, choose_attend_chunk
 from specbranch.models.forward.experts import ExpertLinears
 from specbranch.models.forward.stored_linear import StoredLinear
 
@@ -233,7 +241,7 @@ def attend_own_paths(
     keys: Tensor,
     values: Tensor,
     paths: OwnPaths,
-    attention: Attention = PLAIN,
+    attention: Attention = PLAIN_ATTENTION,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from rows of a tail: to shared positions page by page, in place, then to each row's own path."""

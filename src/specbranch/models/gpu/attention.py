@@ -20,9 +20,8 @@ from torch.nn import functional as F
 
 from specbranch.core.pages import PAGE, Pool
 from specbranch.models.cache.kv_memory import Table
-from specbranch.models.families.operations import Attention
+from specbranch.models.families.operations import PLAIN_ATTENTION, Attention
 from specbranch.models.forward.arithmetic import shares
-from specbranch.models.forward.chunk_attention import PLAIN
 from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.layout import (
     BATCH_GROUP_ROWS,
@@ -88,7 +87,7 @@ def attend_plainly(
     step: Views,
     out: Tensor | None = None,
     sampled_only: bool = False,
-    attention: Attention = PLAIN,
+    attention: Attention = PLAIN_ATTENTION,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend in plain torch, from queries [rows, heads, head_dim] to pages [pages, kv_heads, PAGE, head_dim].
