@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from packed_steps import Stepper, chain_with_siblings
+from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.loop import Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.request import Request
 from specbranch.core.runner import Feed
+from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
+from specbranch.models.cpu.kernels import load_kernel
+from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
 from specbranch.models.runners.native import NativeRunner
 from specbranch.models.sampling.logit_rows import collate
+from tiers import tiered
 from tiny_models import FURTHER, GREEDY, in_double, logits_of, saved, some_tokens, tiny
+from toybench import PROFILE, Timeless, run_out
 
 torch.set_num_threads(1)
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -75,3 +90,78 @@ def test_each_node_of_a_tree_is_scored_as_its_own_path(kind: str, folders: dict[
         (alone,) = runner.score([chain(1, sequence[-1:])])[0]
         runner.close(1)
         assert_same(row.logits, alone.logits, 1e-12)
+
+
+@pytest.mark.parametrize("kind", FURTHER)
+def test_a_step_of_the_gpu_gives_the_logits_of_transformers(kind: str, folders: dict[str, Path]) -> None:
+    decoder = load_native(folders[kind], context_length=512, dtype="float64", tail=64).decoder
+    stepper, tokens = Stepper(decoder, "cpu", torch.float64), some_tokens(290)
+    seq = stepper.open(tokens[:270])
+    fed, parents, chain_nodes = chain_with_siblings(tokens[270:], behind=1)
+    got = stepper.score([seq.grow(fed, parents)])[chain_nodes]
+    assert_same(got, logits_of(in_double(tiny(kind)), tokens)[270:], 1e-9)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    @cache
+    def make(kind: str) -> tuple[Path, Path]:
+        """Save a target and a draft that is the target with its weights disturbed, so that it agrees now and then."""
+        folder, target = tmp_path_factory.mktemp(f"pair-{kind}"), tiny(kind)
+        saved(target, folder / "target")
+        torch.manual_seed(5)
+        for parameter in target.parameters():
+            parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.12)
+        return folder / "target", saved(target, folder / "draft")
+
+    return make
+
+
+def decode_together(executor: Serial, methods: list[str], temperature: float) -> list[Session]:
+    """Decode as many prompts as there are methods in one batch; their texts cross the window."""
+    loop, sessions = Loop(executor), []
+    for number, method in enumerate(methods):
+        prompt = some_tokens(30 + 3 * number, seed=number)
+        params = SamplingParams(temperature=temperature, max_tokens=16)
+        request = Request(params, seed=number, prompt_length=len(prompt), eos_ids=(7,))
+        session = Session(number, prompt, request, 120)
+        config = SpeculativeConfig(method=method, num_speculative_tokens=4, stop_below=0.2, ngram_min=1)
+        loop.join(session, METHODS[method].start(session, config, Timeless(PROFILE)))
+        sessions.append(session)
+    run_out(loop)
+    return sessions
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("way", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", tiered(FURTHER, {"gemma3", "gpt-oss", "qwen3-moe"}.__contains__))
+def test_twelve_at_once_by_all_methods_get_what_plain_decoding_gives_each(
+    kind: str, way: str, temperature: float, pairs: Callable[[str], tuple[Path, Path]]
+) -> None:
+    target, draft = (load_native(path, context_length=128, dtype="float64") for path in pairs(kind))
+    if way == "gpu":
+        target, draft = (GpuRunner(runner.decoder, 128) for runner in (target, draft))
+    executor = Serial(Verifier(target), Drafter(draft))
+    names = [name for name in METHODS if name != "autoregressive"]
+    methods = (names + names)[:12]
+    together = decode_together(executor, methods, temperature)
+    plain = decode_together(executor, ["autoregressive"] * 12, temperature)
+    assert [one.tokens for one in together] == [one.tokens for one in plain]
+    assert sum(one.stats.accepted for one in together) > 0 < sum(one.stats.rejected for one in together)
+
+
+@pytest.mark.skipif(load_kernel() is None, reason="torch's products depend on the number of rows")
+@pytest.mark.parametrize("kind", FURTHER)
+def test_a_row_has_the_same_bits_whoever_shares_its_step_and_its_experts(
+    kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
+    runner = load_native(folders[kind], context_length=128, dtype="float32")
+    for seq in range(16):
+        runner.open(seq, GREEDY)
+        runner.extend(seq, some_tokens(20 + 2 * seq, seed=seq))
+    alone = [runner.score([chain(seq, [seq])])[0][0].logits.clone() for seq in range(16)]
+    for seq in range(16):
+        runner.keep(seq, (), 0)
+    together = runner.score([chain(seq, [seq]) for seq in range(16)])
+    assert all(torch.equal(rows[0].logits, one) for rows, one in zip(together, alone, strict=True))

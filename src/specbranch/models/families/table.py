@@ -15,20 +15,18 @@ from specbranch.models.families.qwen3 import QWEN3_FAMILY
 from specbranch.models.families.qwen3_moe import QWEN3_MOE_FAMILY
 from specbranch.models.families.rotary import USE_TRANSFORMERS
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        LLAMA_FAMILY,
-        MISTRAL_FAMILY,
-        QWEN2_FAMILY,
-        QWEN3_FAMILY,
-        GEMMA2_FAMILY,
-        GEMMA3_FAMILY,
-        MIXTRAL_FAMILY,
-        QWEN3_MOE_FAMILY,
-        GPT_OSS_FAMILY,
-    )
-}
+_ALL = (
+    LLAMA_FAMILY,
+    MISTRAL_FAMILY,
+    QWEN2_FAMILY,
+    QWEN3_FAMILY,
+    GEMMA2_FAMILY,
+    GEMMA3_FAMILY,
+    MIXTRAL_FAMILY,
+    QWEN3_MOE_FAMILY,
+    GPT_OSS_FAMILY,
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
 BY_GGUF_NAME = {kind: family for family in FAMILIES.values() for kind in family.gguf_names}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, rms_norm, silu
+from torch.nn.functional import gelu, pad, rms_norm, silu
 
 from specbranch.models.families.gpt_oss import ALPHA, LIMIT
 from specbranch.models.families.operations import Activation
@@ -34,12 +34,20 @@ def gated(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     if activation == "gelu_tanh":
         return gelu(gate, approximate="tanh") * up
     gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-    return gate * torch.sigmoid(gate * ALPHA) * (up + 1)
+    return gate * torch.sigmoid(_rows_apart(gate * ALPHA)) * (up + 1)
 
 
 def bounded(x: Tensor, softcap: float | None) -> Tensor:
     """Return softcap · tanh(x / softcap); without a softcap, x."""
-    return x if softcap is None else (x / softcap).tanh() * softcap
+    return x if softcap is None else _rows_apart(x / softcap).tanh() * softcap
+
+
+def _rows_apart(x: Tensor) -> Tensor:
+    """Return x with a gap behind each row, so that a row's bits do not depend on how many there are.
+
+    On a CPU torch computes the last numbers of a contiguous tensor by other code than those before them.
+    """
+    return pad(x, (0, 1))[..., :-1] if x.device.type == "cpu" else x
 
 
 def shares(scores: Tensor, hidden: Tensor, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
