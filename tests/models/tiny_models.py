@@ -76,6 +76,8 @@ FURTHER = {
     "gpt-oss": lambda: GptOssConfig(**SHAPE, head_dim=16, **EXPERTS, sliding_window=24),
 }
 
+DENSE = ("mistral-window", "qwen2-window", "gemma3")  # of these drafts can be made
+
 
 def tiny(kind: str, seed: int = 0) -> PreTrainedModel:
     """Build a model of one kind."""

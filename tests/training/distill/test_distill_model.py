@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from specbranch.core.runner import Feed
-from specbranch.errors import BadParameter
+from specbranch.errors import BadParameter, ModelError
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.loading import load_native, open_model
 from specbranch.training.distill.material import Batch
 from specbranch.training.distill.model import CountedRows, Stack, compare, counted, divergence, spread_layers
-from tiny_models import CONFIGS, GREEDY, in_double, logits_of, saved, some_tokens, tiny
+from tiny_models import CONFIGS, DENSE, GREEDY, in_double, logits_of, saved, some_tokens, tiny
 
 
 def opened(kind: str, folder: Path) -> tuple[Architecture, Weights]:
@@ -52,7 +52,7 @@ def some_rows(hidden: int, seed: int, count: int = 11) -> CountedRows:
     return CountedRows(teacher, student.requires_grad_(), torch.linspace(0.1, 1, count, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", [*CONFIGS, *DENSE])
 def test_a_stack_of_all_layers_gives_the_logits_of_the_native_decoder(kind: str, tmp_path: Path) -> None:
     arch, weights = opened(kind, tmp_path)
     tokens = some_tokens(40)
@@ -64,6 +64,12 @@ def test_a_stack_of_all_layers_gives_the_logits_of_the_native_decoder(kind: str,
     expected = torch.stack([row.block[row.index] for row in rows])
     assert torch.allclose(got, expected, rtol=0, atol=1e-9)
     assert torch.allclose(got, logits_of(in_double(tiny(kind)), tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "what"), [("mixtral", "experts"), ("gemma2", "bounded logits")])
+def test_layers_that_cannot_be_trained_are_refused(kind: str, what: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"has layers with {what}; expected dense layers"):
+        Stack(*opened(kind, tmp_path))
 
 
 def test_packed_segments_equal_separate_sequences(target: tuple[Architecture, Weights]) -> None:

@@ -12,18 +12,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specbranch.core.draft_evaluation import JudgedPosition, evaluate
+from specbranch.core.runner import Feed
+from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.drafts.draft_folder import DraftInfo, Storage, fingerprint_of, read_draft
 from specbranch.models.drafts.evaluation_file import read_evaluation
+from specbranch.models.drafts.load import load_draft
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.disk import write_durably
 from specbranch.models.files.locate import locate
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import Weights, read_weights
+from specbranch.models.forward.decoder import Decoder
 from specbranch.models.loading import open_model
+from specbranch.models.runners.native import NativeRunner
 from specbranch.training.distill import draft_saving
-from specbranch.training.distill.draft_saving import DraftWeights, config_of, save_draft
-from tiny_models import CONFIGS, saved, tiny
+from specbranch.training.distill.draft_saving import DraftWeights, arch_of_layers, config_of, save_draft
+from tiny_models import CONFIGS, DENSE, GREEDY, saved, some_tokens, tiny
 
 LAYERS = (0, 2)
 
@@ -76,10 +81,27 @@ def test_int8_takes_half_the_room_and_its_scales_are_one_a_row(tmp_path: Path) -
     assert matrix.dtype == torch.int8 and scale.shape == matrix.shape[:1]
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", [*CONFIGS, *DENSE])
 def test_the_config_is_read_again_as_the_same_architecture(kind: str, tmp_path: Path) -> None:
     arch, _, _ = opened(kind, tmp_path / "target")
     assert Architecture.from_config(config_of(arch), arch.name) == arch
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_draft_of_some_layers_keeps_their_windows_and_norms(kind: str, tmp_path: Path) -> None:
+    arch, source, weights = opened(kind, tmp_path / "target")
+    info = DraftInfo("tiny", fingerprint_of(arch, source), (1, 2))
+    chosen = DraftWeights(weights.layers[1:], weights.norm)
+    save_draft(tmp_path / "draft", arch, chosen, info)
+    draft = load_draft(tmp_path / "draft", tmp_path / "target", context_length=96, dtype=torch.float64)
+    expected = Decoder(arch_of_layers(arch, (1, 2)), replace(weights, layers=weights.layers[1:]), 256)
+    reference = NativeRunner(expected, 96, pages=4)
+    logits = []
+    for runner in (draft, reference):
+        runner.open(0, GREEDY)
+        runner.extend(0, some_tokens(60))
+        logits.append(runner.score([Feed(0, (3,), (ROOT,))])[0][0].logits.double())
+    assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[1].abs().max()  # the folder is in bfloat16
 
 
 def test_the_config_says_what_the_draft_is(tmp_path: Path) -> None:

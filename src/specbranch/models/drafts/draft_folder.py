@@ -20,10 +20,9 @@ from torch import Tensor
 from specbranch.errors import ModelError
 from specbranch.file_values import FileValues, read_object
 from specbranch.models.drafts.draft_name import KEY
-from specbranch.models.families.family import GGUF, HUGGING_FACE
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.tensor_file import TensorSource
+from specbranch.models.files.weights import read_part
 
 Storage = Literal["bfloat16", "int8"]
 STORAGES: tuple[Storage, ...] = ("bfloat16", "int8")
@@ -160,9 +159,7 @@ def read_draft(folder: Path | str, fingerprint: str | None = None) -> DraftFile:
 
 def fingerprint_of(arch: Architecture, source: TensorSource) -> str:
     """Return a digest of the target's embedding in float32, which does not depend on how the target runs."""
-    embedding = torch.empty(arch.vocabulary, arch.hidden)
-    names = GGUF if isinstance(source, GgufFile) else HUGGING_FACE
-    source.read(f"{names['embedding']}.weight", embedding, leading=True)
+    embedding = read_part(arch, source, "embedding", torch.device("cpu"), torch.float32)
     return sha256(embedding.numpy().data).hexdigest()
 
 

@@ -29,6 +29,7 @@ from specbranch.models.files.tensor_file import TensorSource
 
 log = logging.getLogger("specbranch")
 
+NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "attention_after_norm", "mlp_after_norm")  # of a layer
 D2T = "d2t"  # of a reduced head: by how much the token of each row lies above the row's number
 WRAPPED = ("language_model.{}", "model.language_model.{}")  # names of the text part of a model of several inputs
 

@@ -19,11 +19,11 @@ from specbranch.training.distill.material import Batch
 AttendPacked = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def attention(batch: Batch, dtype: torch.dtype) -> AttendPacked:
-    """Choose for a batch: by segments if it has their edges, else with one mask for all layers and heads."""
+def attention(batch: Batch, dtype: torch.dtype, window: int | None = None) -> AttendPacked:
+    """Choose for a batch: by segments if it has their edges, else with one mask for all layers of a window."""
     if batch.edges is not None:
-        return partial(by_stretches, batch.edges)
-    return partial(masked, mask_of(batch.segments, dtype))
+        return partial(by_stretches, batch.edges, window=window)
+    return partial(masked, mask_of(batch.segments, dtype, window))
 
 
 def masked(mask: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -34,20 +34,22 @@ def masked(mask: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tenso
     return out.transpose(1, 2)
 
 
-def by_stretches(edges: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def by_stretches(edges: Tensor, queries: Tensor, keys: Tensor, values: Tensor, window: int | None = None) -> Tensor:
     """Attend causally within each segment of the flattened batch, with the kernel for variable-length sequences."""
     from torch.nn.attention.varlen import varlen_attn  # not in older versions; `has_stretches` asks first
 
     longest = queries.shape[1]  # no stretch is longer than a row
     q, k, v = (one.flatten(0, 1) for one in (queries, keys, values))
-    out = varlen_attn(q, k, v, edges, edges, longest, longest, window_size=(-1, 0))
+    sees = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(q, k, v, edges, edges, longest, longest, window_size=sees)
     assert isinstance(out, Tensor)
     return out.view(queries.shape)
 
 
-def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
+def mask_of(segments: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """Return 0 where a token sees another, -inf elsewhere [batch, 1, length, length]."""
     seen = (segments.unsqueeze(2) == segments.unsqueeze(1)).tril()
+    seen = seen if window is None else seen.triu(1 - window)
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf).unsqueeze(1)
 
 

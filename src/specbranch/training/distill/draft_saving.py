@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from specbranch.models.files.blocks import AnyMatrix
 from specbranch.models.files.disk import RESUME, write_durably
 from specbranch.models.files.identity import EVALUATION
 from specbranch.models.files.matrix import Matrix
-from specbranch.models.files.weights import LayerWeights
+from specbranch.models.files.weights import NORMS, LayerWeights
 
 # Where a target lies that is known by another name here.
 ON_THE_HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
@@ -58,7 +58,7 @@ def save_draft(
     """Write a draft of the target `arch`, replacing one that is there; another target's is refused."""
     path = Path(folder)
     refuse_other_draft(path, info.target_fingerprint)
-    config = {**config_of(arch), "num_hidden_layers": len(weights.layers), KEY: asdict(info)}
+    config = {**config_of(arch_of_layers(arch, info.layers)), KEY: asdict(info)}
     measured, made = dict(figures or {}), dict(provenance or {})
     texts = {"README.md": _card(info, licence, measured, made), "provenance.json": _json({**made, "figures": measured})}
     if evaluation is not None:
@@ -80,7 +80,7 @@ def refuse_other_draft(folder: Path, fingerprint: str) -> None:
 def config_of(arch: Architecture) -> dict[str, Any]:
     """Write an architecture as the config.json from which it would be read again."""
     return {
-        "model_type": arch.family,
+        "model_type": arch.of_family.model_types[0],
         "num_hidden_layers": arch.layers,
         "hidden_size": arch.hidden,
         "num_attention_heads": arch.heads,
@@ -89,17 +89,40 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "intermediate_size": arch.intermediate,
         "vocab_size": arch.vocabulary,
         "rms_norm_eps": arch.rms_eps,
-        "rope_parameters": _rope(arch.rope),
+        "rope_parameters": _ropes(arch),
         "attention_bias": arch.qkv_bias,
         "mlp_bias": arch.mlp_bias,
         "tie_word_embeddings": arch.tied,
         "max_position_embeddings": arch.context_length,
         "sliding_window": arch.window,
         "use_sliding_window": arch.window is not None,
-        "hidden_act": "silu",
+        arch.of_family.activation_key: arch.of_family.activations[0],
         "eos_token_id": list(arch.eos_ids),
         "bos_token_id": arch.bos_id,
+        **_of_layers(arch),
     }
+
+
+def arch_of_layers(arch: Architecture, layers: Sequence[int]) -> Architecture:
+    """Return the architecture of a draft that began with some of a target's layers."""
+    windows = tuple(arch.windows[layer] for layer in layers) if arch.windows else ()
+    return replace(arch, layers=len(layers), windows=windows)
+
+
+def _of_layers(arch: Architecture) -> dict[str, Any]:
+    """Return what a configuration says of windows and of the scale of scores, where they are not the usual ones."""
+    said: dict[str, Any] = {}
+    if any(arch.windows):
+        said["layer_types"] = ["sliding_attention" if window else "full_attention" for window in arch.windows]
+    if arch.of_family.scales_embedding:  # Gemma
+        said["query_pre_attn_scalar"] = round((arch.query_scale or arch.head_dim**-0.5) ** -2)
+    return said
+
+
+def _ropes(arch: Architecture) -> dict[str, Any]:
+    if arch.local_rope is None:
+        return _rope(arch.rope)
+    return {"full_attention": _rope(arch.rope), "sliding_attention": _rope(arch.local_rope)}
 
 
 def _rope(rope: Rope) -> dict[str, Any]:
@@ -123,7 +146,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
 
 
 def _stored(arch: Architecture, weights: DraftWeights, storage: Storage) -> dict[str, Tensor]:
-    named = {f"{HUGGING_FACE['norm']}.weight": weights.norm}
+    named = {f"{HUGGING_FACE['norm']}.weight": norm_in_file(arch, weights.norm)}
     for index, layer in enumerate(weights.layers):
         named |= layer_tensors(arch, layer, index)
     stored: dict[str, Tensor] = {}
@@ -143,10 +166,16 @@ def layer_tensors(arch: Architecture, layer: LayerWeights, index: int) -> dict[s
         **_parts(layer.gate_up, {"gate": arch.intermediate, "up": arch.intermediate}),
         **_parts(layer.down, {"down": arch.hidden}),
     }
-    for part in ("attention_norm", "q_norm", "k_norm", "mlp_norm"):
+    for part in NORMS:
         if (vector := getattr(layer, part)) is not None:
-            parts[part, "weight"] = vector
-    return {f"{HUGGING_FACE[part].format(index)}.{suffix}": tensor for (part, suffix), tensor in parts.items()}
+            parts[part, "weight"] = norm_in_file(arch, vector)
+    name_of = arch.of_family.name_of
+    return {f"{name_of(part, False).format(index)}.{suffix}": tensor for (part, suffix), tensor in parts.items()}
+
+
+def norm_in_file(arch: Architecture, weight: Tensor) -> Tensor:
+    """Return the weight of a norm as its family's files have it."""
+    return weight - 1 if arch.of_family.norm_adds_one else weight
 
 
 def _parts(matrix: AnyMatrix, sizes: Mapping[str, int]) -> dict[tuple[str, str], Tensor]:

@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, linear, rms_norm
 
 from specbranch.core.draft_evaluation import JudgedPosition
-from specbranch.errors import BadParameter
+from specbranch.errors import BadParameter, UnsupportedArchitecture
+from specbranch.models.families.operations import Attention, Experts, GatedMlp, LayerForm, attention_of
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import Matrix
-from specbranch.models.files.weights import LayerWeights, Weights
+from specbranch.models.files.weights import NORMS, LayerWeights, Weights
 from specbranch.models.forward import rope
+from specbranch.models.forward.arithmetic import gated
 from specbranch.training.distill.attention import AttendPacked, attention
 from specbranch.training.distill.material import Batch
 
@@ -32,12 +34,7 @@ class TrainedLayer(nn.Module):
 
     def __init__(self, layer: LayerWeights, trained: bool) -> None:
         super().__init__()
-        named = {
-            "attention_norm": layer.attention_norm,
-            "mlp_norm": layer.mlp_norm,
-            "q_norm": layer.q_norm,
-            "k_norm": layer.k_norm,
-        }
+        named = {name: getattr(layer, name) for name in NORMS}
         for name in ("qkv", "out", "gate_up", "down"):
             matrix: Matrix = getattr(layer, name)
             named |= {f"{name}_weight": matrix.weight, f"{name}_bias": matrix.bias}
@@ -51,7 +48,7 @@ class TrainedLayer(nn.Module):
             name: Matrix(named[f"{name}_weight"], named[f"{name}_bias"])  # type: ignore[arg-type]
             for name in ("qkv", "out", "gate_up", "down")
         }
-        vectors = {name: named[name] for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")}
+        vectors = {name: named[name] for name in NORMS}
         return LayerWeights(**vectors, **matrices)  # type: ignore[arg-type]
 
     def apply_matrix(self, name: str, x: Tensor) -> Tensor:
@@ -79,7 +76,10 @@ class Stack(nn.Module):
         super().__init__()
         chosen = range(len(weights.layers)) if layers is None else layers
         check_layers(chosen, len(weights.layers))
+        check_trainable(arch)
         self.arch = arch
+        forms = arch.of_family.layers(arch, arch.layers)
+        self.forms = tuple(forms[index] for index in chosen)
         self.blocks = nn.ModuleList(TrainedLayer(weights.layers[index], trained) for index in chosen)
         self.norm = _parameter(weights.norm, trained)
         # Buffers that are not persistent: no checkpoint stores the target's matrices again.
@@ -88,30 +88,43 @@ class Stack(nn.Module):
         head = whole if head_ids is None else whole.rows(head_ids.to(whole.weight.device))
         self.register_buffer("head", head.weight, persistent=False)
         self.register_buffer("head_ids", head_ids, persistent=False)
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._tables: list[tuple[Tensor, Tensor]] | None = None
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the normed hidden states [batch, length, hidden] for the head; a token sees its own segment up to
         itself."""
         x = embedding(batch.tokens, self.embedding)
-        turns, attend = self._turns(batch.positions), attention(batch, x.dtype)
-        for block in self.blocks:
+        if (scale := self.arch.embedding_scale) is not None:
+            x = x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+        turns = self._turns(batch.positions)
+        attends = {window: attention(batch, x.dtype, window) for window in set(map(_window, self.forms))}
+        for block, form in zip(self.blocks, self.forms, strict=True):
             assert isinstance(block, TrainedLayer)
-            x = x + self._attention(block, self._normed(x, block.attention_norm), turns, attend)
-            x = x + _mlp(block, self._normed(x, block.mlp_norm))
+            for residual in form:
+                h, operation = self._normed(x, getattr(block, residual.norm)), residual.operation
+                if isinstance(operation, Attention):
+                    change = self._attention(block, h, operation, turns[operation.table], attends[operation.window])
+                else:
+                    change = _mlp(block, operation, h)
+                after = residual.after
+                x = x + (change if after is None else self._normed(change, getattr(block, after)))
         return self._normed(x, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score the tokens of the head."""
         return linear(hidden, self.head)
 
-    def _attention(self, block: TrainedLayer, h: Tensor, turns: tuple[Tensor, Tensor], attend: AttendPacked) -> Tensor:
+    def _attention(
+        self, block: TrainedLayer, h: Tensor, operation: Attention, turns: tuple[Tensor, Tensor], attend: AttendPacked
+    ) -> Tensor:
         a = self.arch
         qkv = block.apply_matrix("qkv", h).view(*h.shape[:-1], -1, a.head_dim)  # [batch, length, heads, head_dim]
         queries, keys, values = torch.split(qkv, [a.heads, a.kv_heads, a.kv_heads], dim=-2)
         if isinstance(block.q_norm, Tensor) and isinstance(block.k_norm, Tensor):
             queries, keys = self._scaled(queries, block.q_norm), self._scaled(keys, block.k_norm)
         queries, keys = rope.turn(queries, *turns), rope.turn(keys, *turns)
+        if operation.scale is not None:  # attention itself multiplies by 1 / √head_dim
+            queries = queries * (operation.scale * a.head_dim**0.5)
         # Keys are repeated by hand: on GPUs the masked kernels know no head groups and would fall back to the slowest
         # one.
         keys, values = (x.repeat_interleave(a.heads // a.kv_heads, dim=-2) for x in (keys, values))
@@ -123,14 +136,27 @@ class Stack(nn.Module):
     def _normed(self, x: Tensor, weight: Any) -> Tensor:
         return rms_norm(x, (self.arch.hidden,), weight.to(x.dtype), self.arch.rms_eps)
 
-    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _turns(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return cos and sin of each rotary table."""
         length = positions.shape[1]  # a position is never greater than its index in the row
-        if self._tables is None or self._tables[0].shape[0] < length:
-            self._tables = rope.tables(
-                self.arch.rope, self.arch.head_dim, length, self.embedding.device, self.embedding.dtype
-            )
-        cos, sin = (table[positions].unsqueeze(-2) for table in self._tables)
-        return cos, sin
+        if self._tables is None or self._tables[0][0].shape[0] < length:
+            device, dtype = self.embedding.device, self.embedding.dtype
+            self._tables = [rope.tables(one, self.arch.head_dim, length, device, dtype) for one in self.arch.ropes]
+        return [(cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2)) for cos, sin in self._tables]
+
+
+def check_trainable(arch: Architecture) -> None:
+    """Raise unless drafts can be made of this target's layers."""
+    what = "experts" if arch.experts else "bounded logits" if arch.logit_softcap or arch.attention_softcap else None
+    if what is not None:
+        raise UnsupportedArchitecture(
+            f"{arch.name} has layers with {what}; expected dense layers, of which a draft can be made. Use a smaller "
+            "model of its family as the draft (--draft)."
+        )
+
+
+def _window(form: LayerForm) -> int | None:
+    return attention_of(form).window
 
 
 def check_layers(chosen: Sequence[int], held: int) -> None:
@@ -297,6 +323,5 @@ def _parameter(tensor: Tensor, trained: bool) -> nn.Parameter:
     return nn.Parameter(tensor.detach().to(_wide(tensor.dtype), copy=True))
 
 
-def _mlp(block: TrainedLayer, h: Tensor) -> Tensor:
-    gate, up = block.apply_matrix("gate_up", h).chunk(2, -1)
-    return block.apply_matrix("down", silu(gate) * up)
+def _mlp(block: TrainedLayer, operation: GatedMlp | Experts, h: Tensor) -> Tensor:
+    return block.apply_matrix("down", gated(block.apply_matrix("gate_up", h), operation.activation))

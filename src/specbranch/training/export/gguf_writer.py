@@ -33,6 +33,11 @@ MAGNITUDE_ERROR = 1e-4  # by which a YaRN factor may differ from the usual one
 
 def check_for_llamacpp(arch: Architecture) -> None:
     """Refuse what a GGUF header has no entry for."""
+    if not arch.is_plain(min(arch.context_length, arch.window or arch.context_length)):
+        raise BadParameter(
+            f"{arch.name} is of the family {arch.family}, whose layers are not Llama's; GGUF files are written of "
+            "those. Use --format hf."
+        )
     rope = arch.rope
     usual = usual_magnitude(rope.factor)
     bounds = (rope.beta_fast, rope.beta_slow, rope.truncate) == (32.0, 1.0, True)

@@ -18,7 +18,7 @@ from specbranch.models.families.family import HUGGING_FACE
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import read_layers, read_part
 from specbranch.progress import StepsDone
-from specbranch.training.distill.draft_saving import layer_tensors
+from specbranch.training.distill.draft_saving import layer_tensors, norm_in_file
 
 EMBEDDING_NAME, HEAD_NAME, NORM_NAME = (f"{HUGGING_FACE[part]}.weight" for part in ("embedding", "head", "norm"))
 HALF_SIZES = (torch.bfloat16, torch.float16)
@@ -61,7 +61,7 @@ def whole_draft(found: DraftOfTarget, steps: StepsDone) -> WholeDraft:
     tensors = {EMBEDDING_NAME: _from_target(found, "embedding")}
     for index, layer in enumerate(layers):
         tensors |= layer_tensors(arch, layer, index)
-    tensors[NORM_NAME] = norm
+    tensors[NORM_NAME] = norm_in_file(arch, norm)
     steps("Reading the target's embedding", 1, 2)
     if not arch.tied:
         head = _from_target(found, "head")

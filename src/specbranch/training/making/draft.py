@@ -25,7 +25,7 @@ from specbranch.progress import Onlooker
 from specbranch.provenance import trained_with
 from specbranch.training.distill.draft_saving import DraftWeights, refuse_other_draft, save_draft
 from specbranch.training.distill.material import Material, joined, material_files, material_in
-from specbranch.training.distill.model import TrainedLayer, check_layers, spread_layers
+from specbranch.training.distill.model import TrainedLayer, check_layers, check_trainable, spread_layers
 from specbranch.training.distill.run_folder import RunFolder
 from specbranch.training.distill.train import Trained, train
 from specbranch.training.distill.train_settings import TrainSettings
@@ -145,6 +145,7 @@ def _plan(job: DraftJob, fetch: Fetch) -> _Plan:
             f"{source} is {made.how}. Distill from its source: the draft runs beside both, and can be {made.how}, too."
         )
     arch, file = open_model(locate(source))
+    check_trainable(arch)
     writing, training = job.writing(DRAFT_SECONDS, DRAFT_ROWS, job.seed), job.training(arch)
     fingerprint = fingerprint_of(arch, file)
     if job.out.is_dir():
