@@ -11,7 +11,7 @@ from specbranch.models.families.operations import Attention, GatedMlp, LayerForm
 
 def dense_layer(traits: Traits, index: int) -> LayerForm:
     """Return the layer of Llama, with a window if the traits name one."""
-    return layer_form(Attention(window=traits.window_of(index)), GatedMlp())
+    return layer_form(Attention(window=traits.window_of(index), table=traits.table_of(index)), GatedMlp())
 
 
 def one_window(values: FileValues) -> tuple[int | None, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from specbranch.file_values import MOST_CONTEXT_TOKENS, FileValues
 from specbranch.models.families.operations import Experts, LayerForm
@@ -76,7 +76,8 @@ class Traits:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # by layer: how many positions a row sees; empty: all layers see everything
-    local_rope: Rope | None = None  # of layers with a window, if they turn by another table
+    tables: tuple[int, ...] = ()  # by layer: which rotary table turns queries and keys; empty: always the first
+    local_rope: Rope | None = None  # the second rotary table
     query_scale: float | None = None  # factor of attention scores; None: 1 / √head_dim
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -86,6 +87,22 @@ class Traits:
     def window_of(self, layer: int) -> int | None:
         """Return how many positions a row of a layer sees; None: all."""
         return self.windows[layer] if self.windows else None
+
+    def table_of(self, layer: int) -> int:
+        """Return which rotary table a layer turns by."""
+        return self.tables[layer] if self.tables else 0
+
+
+def window_settings(traits: Traits, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of windows, beside the sizes that are `written`."""
+    if traits.windows == ():
+        return {"sliding_window": None, "use_sliding_window": False}
+    return {
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in traits.windows],
+        "sliding_window": min((window for window in traits.windows if window), default=None),
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +128,8 @@ class Family:
     traits: Callable[[FileValues, str], Traits]  # from a config.json and the model's name
     gguf_traits: Callable[[FileValues, Traits], Traits]  # from a GGUF header, and what its tensors show
     layer: Callable[[Traits, int], LayerForm]  # what a layer computes, by its index
+    # what a config.json says of the traits, beside what it says of any family: for drafts of this family
+    settings: Callable[[Traits, Mapping[str, Any]], dict[str, Any]] = window_settings
 
     def layers(self, traits: Traits, count: int) -> tuple[LayerForm, ...]:
         """Return what each layer computes."""

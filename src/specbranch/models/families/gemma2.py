@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from specbranch.file_values import FileValues
 from specbranch.models.families.dense import gguf_layers
@@ -14,6 +15,7 @@ from specbranch.models.families.family import (
     Traits,
     scale_of,
     softcap_of,
+    window_settings,
     windows_by_type,
 )
 from specbranch.models.families.operations import Attention, GatedMlp, LayerForm, layer_form
@@ -32,11 +34,17 @@ def gemma_traits(values: FileValues, slides: Callable[[int], bool]) -> Traits:
     )
 
 
-def gemma_layer(traits: Traits, index: int, table: int = 0) -> LayerForm:
+def gemma_layer(traits: Traits, index: int) -> LayerForm:
     """Return a layer with norms before and behind its operations."""
-    window, scale, softcap = traits.window_of(index), traits.query_scale, traits.attention_softcap
-    attention = Attention(window=window, table=table, scale=scale, softcap=softcap)
+    window, table = traits.window_of(index), traits.table_of(index)
+    attention = Attention(window, table, traits.query_scale, traits.attention_softcap)
     return layer_form(attention, GatedMlp("gelu_tanh"), norms_after=True)
+
+
+def gemma_settings(traits: Traits, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of windows, and of the scale of scores."""
+    scale = traits.query_scale or written["head_dim"] ** -0.5
+    return {**window_settings(traits, written), "query_pre_attn_scalar": round(scale**-2)}
 
 
 def gguf_scale(values: FileValues, layers_of_27b: int) -> float | None:
@@ -72,4 +80,5 @@ GEMMA2_FAMILY = Family(
     traits=lambda values, name: gemma_traits(values, lambda layer: layer % 2 == 0),
     gguf_traits=_gguf_traits,
     layer=gemma_layer,
+    settings=gemma_settings,
 )

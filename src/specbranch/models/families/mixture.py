@@ -15,7 +15,7 @@ def mixture_layer(traits: Traits, index: int) -> LayerForm:
     """Return a layer with experts, or the dense one if it has none."""
     if traits.experts is None or index not in traits.expert_layers:
         return dense_layer(traits, index)
-    return layer_form(Attention(window=traits.window_of(index)), traits.experts)
+    return layer_form(Attention(window=traits.window_of(index), table=traits.table_of(index)), traits.experts)
 
 
 def expert_count(values: FileValues, *keys: str) -> int:

@@ -1,4 +1,4 @@
-"""Rotary position embedding as a value: its base, and how frequencies are scaled, read from a configuration.
+"""Rotary position embedding as a value: its base, and how frequencies are scaled, read from a configuration or written.
 
 Owns the variants and the refusal of unknown ones. Does not own the angles (`forward/rope.py`). Invariant: a `Rope` that
 exists can be computed.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from specbranch.errors import UnsupportedArchitecture
 from specbranch.file_values import MOST_CONTEXT_TOKENS, FileValues
@@ -65,6 +65,27 @@ def scaled_rope(kind: str, theta: float, scaling: FileValues, context: int, name
         f"{name} uses {kind!r} rotary scaling; the native decoder has default, linear, llama3 and yarn. "
         f"{USE_TRANSFORMERS}"
     )
+
+
+def rope_settings(rope: Rope) -> dict[str, Any]:
+    """Return what a configuration says of it."""
+    values: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind == "divisors":
+        return {**values, "divisors": list(rope.divisors)}
+    if rope.kind in ("linear", "llama3", "yarn"):
+        values["factor"] = rope.factor
+    if rope.kind in ("llama3", "yarn"):
+        values["original_max_position_embeddings"] = rope.original_context
+    if rope.kind == "llama3":
+        values |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
+    if rope.kind == "yarn":
+        values |= {
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "truncate": rope.truncate,
+            "attention_factor": rope.magnitude,
+        }
+    return values
 
 
 def _yarn(theta: float, scaling: FileValues, context: int, original: int) -> Rope:

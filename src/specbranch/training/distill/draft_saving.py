@@ -23,7 +23,7 @@ from specbranch.models.drafts.draft_folder import HEAD_IDS, DraftInfo, Storage, 
 from specbranch.models.drafts.draft_name import KEY
 from specbranch.models.drafts.evaluation_file import evaluation_text
 from specbranch.models.families.family import HUGGING_FACE
-from specbranch.models.families.rotary import Rope
+from specbranch.models.families.rotary import rope_settings
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.blocks import AnyMatrix
 from specbranch.models.files.disk import RESUME, write_durably
@@ -79,7 +79,7 @@ def refuse_other_draft(folder: Path, fingerprint: str) -> None:
 
 def config_of(arch: Architecture) -> dict[str, Any]:
     """Write an architecture as the config.json from which it would be read again."""
-    return {
+    written = {
         "model_type": arch.of_family.model_types[0],
         "num_hidden_layers": arch.layers,
         "hidden_size": arch.hidden,
@@ -89,60 +89,23 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "intermediate_size": arch.intermediate,
         "vocab_size": arch.vocabulary,
         "rms_norm_eps": arch.rms_eps,
-        "rope_parameters": _ropes(arch),
+        "rope_parameters": rope_settings(arch.rope),
         "attention_bias": arch.qkv_bias,
         "mlp_bias": arch.mlp_bias,
         "tie_word_embeddings": arch.tied,
         "max_position_embeddings": arch.context_length,
-        "sliding_window": arch.window,
-        "use_sliding_window": arch.window is not None,
         arch.of_family.activation_key: arch.of_family.activations[0],
         "eos_token_id": list(arch.eos_ids),
         "bos_token_id": arch.bos_id,
-        **_of_layers(arch),
     }
+    return {**written, **arch.of_family.settings(arch, written)}
 
 
 def arch_of_layers(arch: Architecture, layers: Sequence[int]) -> Architecture:
     """Return the architecture of a draft that began with some of a target's layers."""
     windows = tuple(arch.windows[layer] for layer in layers) if arch.windows else ()
-    return replace(arch, layers=len(layers), windows=windows)
-
-
-def _of_layers(arch: Architecture) -> dict[str, Any]:
-    """Return what a configuration says of windows and of the scale of scores, where they are not the usual ones."""
-    said: dict[str, Any] = {}
-    if any(arch.windows):
-        said["layer_types"] = ["sliding_attention" if window else "full_attention" for window in arch.windows]
-    if arch.of_family.scales_embedding:  # Gemma
-        said["query_pre_attn_scalar"] = round((arch.query_scale or arch.head_dim**-0.5) ** -2)
-    return said
-
-
-def _ropes(arch: Architecture) -> dict[str, Any]:
-    if arch.local_rope is None:
-        return _rope(arch.rope)
-    return {"full_attention": _rope(arch.rope), "sliding_attention": _rope(arch.local_rope)}
-
-
-def _rope(rope: Rope) -> dict[str, Any]:
-    values: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind == "divisors":
-        return {**values, "divisors": list(rope.divisors)}
-    if rope.kind in ("linear", "llama3", "yarn"):
-        values["factor"] = rope.factor
-    if rope.kind in ("llama3", "yarn"):
-        values["original_max_position_embeddings"] = rope.original_context
-    if rope.kind == "llama3":
-        values |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
-    if rope.kind == "yarn":
-        values |= {
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "truncate": rope.truncate,
-            "attention_factor": rope.magnitude,
-        }
-    return values
+    tables = tuple(arch.tables[layer] for layer in layers) if arch.tables else ()
+    return replace(arch, layers=len(layers), windows=windows, tables=tables)
 
 
 def _stored(arch: Architecture, weights: DraftWeights, storage: Storage) -> dict[str, Tensor]:
