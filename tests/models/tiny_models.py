@@ -20,6 +20,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -73,10 +74,11 @@ FURTHER = {
     "qwen3-moe-some-dense": lambda: Qwen3MoeConfig(
         **SHAPE, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[1]
     ),
+    "smollm3": lambda: SmolLM3Config(**SHAPE, no_rope_layer_interval=2, pad_token_id=0),
     "gpt-oss": lambda: GptOssConfig(**SHAPE, head_dim=16, **EXPERTS, sliding_window=24),
 }
 
-DENSE = ("mistral-window", "qwen2-window", "gemma3")  # of these drafts can be made
+DENSE = ("mistral-window", "qwen2-window", "gemma3", "smollm3")  # of these drafts can be made
 
 
 def tiny(kind: str, seed: int = 0) -> PreTrainedModel:

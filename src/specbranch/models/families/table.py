@@ -14,6 +14,7 @@ from specbranch.models.families.qwen2 import QWEN2_FAMILY
 from specbranch.models.families.qwen3 import QWEN3_FAMILY
 from specbranch.models.families.qwen3_moe import QWEN3_MOE_FAMILY
 from specbranch.models.families.rotary import USE_TRANSFORMERS
+from specbranch.models.families.smollm3 import SMOLLM3_FAMILY
 
 _ALL = (
     LLAMA_FAMILY,
@@ -25,6 +26,7 @@ _ALL = (
     MIXTRAL_FAMILY,
     QWEN3_MOE_FAMILY,
     GPT_OSS_FAMILY,
+    SMOLLM3_FAMILY,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
