@@ -112,8 +112,11 @@ def chosen_target(name: str, device: str | None, dtype: str | None, options: Loa
 
 def chosen_draft(name: str | None, target: ModelChoice, options: LoadOptions) -> ModelChoice | None:
     """Return the choice of the draft: it runs as the target does, except for its own options."""
+    from specbranch.models.families.heads import refuse_head_as_draft
+
     if not name:
         return None
+    refuse_head_as_draft(name)
     device = options.draft_device or target.device
     stored = draft_cache_dtype(options.cache_dtype, device)
     own: dict[str, Any] = {"weights": options.draft_weights, "cache_dtype": stored}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specbranch.errors import ModelError, unknown
 from specbranch.pairs import DEFAULT_PAIR, PAIRS, Pair, card
+
+if TYPE_CHECKING:
+    from specbranch.models.families.family import Family
 
 ModelRow = dict[str, Any]
 
@@ -54,6 +57,47 @@ def pull(name: str) -> None:
     if model not in store.KNOWN:
         raise unknown("model", name, (*store.KNOWN, *PAIRS))
     click.echo(pulled(model))
+
+
+@models.command("families")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list, one object for each family.")
+def list_families(as_json: bool) -> None:
+    """Show which model families run natively, by the names that their files use, and with what limits.
+
+    Any other model runs through transformers (--runner transformers), several times slower, if its cache can take
+    rejected tokens back.
+    """
+    from specbranch.models.families.table import FAMILIES
+    from specbranch.models.files.rollback import RECURRENT_FAMILIES
+
+    rows = [_family_row(family) for family in FAMILIES.values()]
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    click.echo("Native families: model_type in config.json; general.architecture in GGUF files; how steps run")
+    for row in rows:
+        files = f"{', '.join(row['model_types'])}; {', '.join(row['gguf']) or 'no GGUF'}"
+        click.echo(f"  {row['name']:10} {files:38} {row['steps']:9} {row['about']}")
+        if row["limits"]:
+            click.echo(f"  {'':10} limits: {row['limits']}")
+    click.echo(
+        "compiled: machine code on CPUs and Triton kernels on GPUs, while the context fits into every window.\n"
+        "plain: PyTorch's products; the same texts, slower.\n"
+        "No family with a recurrent state runs, natively or through transformers, as it cannot take rejected tokens "
+        f"back: {', '.join(sorted(RECURRENT_FAMILIES))}.\n"
+        "Any other model: --runner transformers."
+    )
+
+
+def _family_row(family: Family) -> ModelRow:
+    return {
+        "name": family.name,
+        "about": family.about,
+        "model_types": list(family.model_types),
+        "gguf": list(family.gguf_names),
+        "steps": "compiled" if family.compiled else "plain",
+        "limits": family.limits,
+    }
 
 
 def _model_row(name: str, size: int, licence: str, path: object) -> ModelRow:

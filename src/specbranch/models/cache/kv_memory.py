@@ -7,6 +7,7 @@ Owns where a KV slot lies in memory, and the int8 layout of keys and values. Doe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,6 +25,21 @@ class Table(PageTable):
         """Translate KV slots of the sequence into KV slots of the pool, counted through all its pages."""
         found: np.ndarray = np.asarray(self.pages, dtype=np.int64)[kv_slots // PAGE] * PAGE + kv_slots % PAGE
         return found
+
+
+class LayerMemory(Protocol):
+    """What a kind of layer keeps of the tokens so far. Attention keeps keys and values of each of them (`Memory`).
+
+    A layer with a recurrent state has no such memory yet; docs/gpu.md says how a state would fork and roll back.
+    """
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Make the KV slots `targets` of the pool stand for the tokens of `sources`: accepted nodes close up."""
+        ...
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Make pages stand for the tokens of others: a sequence forks, or writes to a page that it shares."""
+        ...
 
 
 class Memory:

@@ -28,6 +28,7 @@ LLAMA_FAMILY = Family(
     gguf_names=("llama",),
     interleaved_gguf=True,
     gguf_tensors=GGUF_EXPERTS,
+    compiled=True,
     traits=_traits,
     gguf_traits=_gguf_traits,
     layer=lambda traits, index: (mixture_layer if traits.experts else dense_layer)(traits, index),

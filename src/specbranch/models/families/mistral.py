@@ -13,10 +13,11 @@ def _traits(values: FileValues, name: str) -> Traits:
 
 MISTRAL_FAMILY = Family(
     name="mistral",
-    about="Mistral 7B, Mistral Nemo, Mistral Small (text)",
+    about="Mistral 7B, Mistral Nemo, Mistral Small (its text part)",
     model_types=("mistral",),
     gguf_names=("mistral",),
     interleaved_gguf=True,
+    compiled=True,
     traits=_traits,
     gguf_traits=gguf_windows,
     layer=dense_layer,

@@ -16,6 +16,7 @@ QWEN2_FAMILY = Family(
     about="Qwen2, Qwen2.5, Qwen2.5-Coder",
     model_types=("qwen2",),
     gguf_names=("qwen2",),
+    compiled=True,
     traits=_traits,
     gguf_traits=gguf_windows,
     layer=dense_layer,

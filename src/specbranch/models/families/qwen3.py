@@ -17,6 +17,7 @@ QWEN3_FAMILY = Family(
     about="Qwen3 0.6B to 32B",
     model_types=("qwen3",),
     gguf_names=("qwen3",),
+    compiled=True,
     traits=_traits,
     gguf_traits=gguf_windows,
     layer=dense_layer,

@@ -105,8 +105,9 @@ class Architecture(Traits):
         """Read a config.json of transformers, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`)."""
         refuse_if_cannot_roll_back(config, 0, name)
         outer = FileValues(config, f"The configuration of {name}")
-        family = family_of_config(outer.text("model_type", ""), name)
-        values = FileValues({**family.defaults, **_text_part(outer)}, outer.name)
+        inner = outer.group("text_config")  # of a model that also reads pictures, say
+        family = family_of_config(inner.text("model_type", outer.text("model_type", "")), name)
+        values = FileValues({**family.defaults, **_text_part(outer, inner)}, outer.name)
         _refuse_variants(values, family, name)
         heads, hidden = _count(values, "num_attention_heads"), _count(values, "hidden_size")
         context = values.count("max_position_embeddings", most=MOST_CONTEXT_TOKENS)
@@ -190,10 +191,10 @@ def _named(traits: Traits) -> dict[str, Any]:
     return {field.name: getattr(traits, field.name) for field in fields(Traits)}
 
 
-def _text_part(values: FileValues) -> Mapping[str, Any]:
+def _text_part(outer: FileValues, inner: FileValues) -> Mapping[str, Any]:
     """Return the configuration of the text model; a model of several kinds of input has it in a group."""
-    inner = values.group("text_config").values
-    return {**inner, "quantization_config": values.get("quantization_config")} if inner else values.values
+    stored = {"quantization_config": outer.get("quantization_config")}
+    return {**inner.values, **stored} if inner.values else outer.values
 
 
 def _global_rotation(values: FileValues) -> FileValues:

@@ -62,7 +62,8 @@ def refuse_if_cannot_roll_back(config: Mapping[str, Any], context_length: int, n
     if why := _recurrent(FileValues(config, f"The configuration of {name}"), family):
         raise ModelError(
             f"{name} has architecture {family!r}, {why}: it folds past tokens into a state and cannot take rejected "
-            "ones back. Choose a model whose layers all attend to a cache of keys and values."
+            "ones back. Choose a model whose layers all attend to a cache of keys and values (`specbranch models "
+            "families` lists those)."
         )
     window = active_window(config, name)
     if window is not None and window < context_length:

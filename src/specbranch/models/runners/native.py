@@ -18,7 +18,7 @@ from specbranch.core.pages import PAGE, Copy, Pool
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.cache.kv_memory import Memory, Table
+from specbranch.models.cache.kv_memory import LayerMemory, Memory, Table
 from specbranch.models.cache.pool_size import pool_pages
 from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.forward.decoder import ChunkView, Decoder, DecoderRows, OwnPaths, Step
@@ -85,6 +85,7 @@ class NativeRunner(TorchRunner):
         self.pool = Pool(pages)
         # The last page is for padding.
         self.memory = Memory(decoder.arch, self.pool.pages + 1, self.device, cache_dtype or self.dtype)
+        self.memories: tuple[LayerMemory, ...] = (self.memory,)  # of each kind of layer
         self._fused = self._self_tested(fuse(decoder, self.memory))
         if self._fused is not None:
             self.prefill_chunk = COMPILED_CHUNK
@@ -182,11 +183,14 @@ class NativeRunner(TorchRunner):
 
     def move_kv(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
         """Copy KV slots `moves[0]` of the pool to `moves[1]`; see `KvHost`."""
-        self.memory.move(*self.transfer.up({"moves": moves})["moves"])
+        sources, targets = self.transfer.up({"moves": moves})["moves"]
+        for memory in self.memories:
+            memory.move(sources, targets)
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         """Copy pages of the pool."""
-        self.memory.copy(copies)
+        for memory in self.memories:
+            memory.copy(copies)
 
     def rewinding(self, seq: int) -> None:
         """A sequence is about to be rolled back: there are no steps in flight to forget."""
