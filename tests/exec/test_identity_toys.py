@@ -248,8 +248,12 @@ def run_cell(
 
 
 def enough(cell: Cell) -> int:
-    """How often each hard case must have come up; the planner avoids what does not pay, so it meets fewer."""
-    return ENOUGH // 2 if cell.method in PLANNED else ENOUGH
+    """How often each hard case must have come up.
+
+    The planner avoids what does not pay, so it meets fewer; how far a draft in a process of its own gets depends on
+    the machine.
+    """
+    return ENOUGH // 2 if cell.method in PLANNED or cell.kind == "process" else ENOUGH
 
 
 def hardness(cell: Cell, runs: dict[float, list[Session]]) -> dict[str, int]:
