@@ -165,3 +165,23 @@ def test_a_row_has_the_same_bits_whoever_shares_its_step_and_its_experts(
         runner.keep(seq, (), 0)
     together = runner.score([chain(seq, [seq]) for seq in range(16)])
     assert all(torch.equal(rows[0].logits, one) for rows, one in zip(together, alone, strict=True))
+
+
+@pytest.mark.skipif(load_kernel() is None, reason="torch's products depend on the number of rows")
+@pytest.mark.parametrize("kind", FURTHER)
+def test_a_row_behind_siblings_has_the_bits_of_a_single_step(
+    kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows of another sequence in the same step, across a group of positions and a page."""
+    monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
+    runner = load_native(folders[kind], context_length=512, dtype="float32", tail=80)
+    tokens = some_tokens(262)
+    for seq in (0, 1, 2):
+        runner.open(seq, GREEDY)
+        runner.extend(seq, tokens[:240] if seq < 2 else some_tokens(70, seed=3))
+    single = []
+    for at, token in enumerate(tokens[240:]):
+        single.append(runner.score([Feed(0, (token,), (ROOT if at == 0 else at - 1,))])[0][0].logits.clone())
+    fed, parents, nodes = chain_with_siblings(tokens[240:], behind=2)
+    rows = runner.score([chain(2, some_tokens(9)), Feed(1, tuple(fed), tuple(parents))])[1]
+    assert all(torch.equal(rows[node].logits, one) for node, one in zip(nodes, single, strict=True))

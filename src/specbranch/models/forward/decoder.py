@@ -38,6 +38,7 @@ from specbranch.models.forward import rope
 from specbranch.models.forward.arithmetic import bounded, gated, heads_normed, normed, shares
 from specbranch.models.forward.chunk_attention import attend_masked, choose_attend_chunk
 from specbranch.models.forward.experts import ExpertLinears
+from specbranch.models.forward.row_attention import attend_row, parts_seen
 from specbranch.models.forward.stored_linear import StoredLinear
 
 Angles = tuple[Tensor, Tensor]  # cos and signed sin [rows, 1, head_dim]
@@ -226,7 +227,8 @@ class Decoder:
         sinks: Tensor | None,
     ) -> Tensor:
         if isinstance(sees, OwnPaths):
-            return attend_own_paths(queries, *kv, sees, attention, sinks)
+            attend = attend_own_paths if self.plain else attend_rows_apart
+            return attend(queries, *kv, sees, attention, sinks)
         keys, values = (widened(gathered(side, sees.pages, sees.end), queries.dtype) for side in kv)
         if attention.is_plain:
             return self.attend_chunk(queries, keys, values)
@@ -270,6 +272,20 @@ def attend_own_paths(
         found = widened(values[page, :, :end], queries.dtype)
         out = out + (share.reshape(kv_heads, -1, end) @ found).view_as(out)
     return out.permute(1, 0, 2, 3).reshape(rows, heads * head_dim)
+
+
+def attend_rows_apart(
+    queries: Tensor, keys: Tensor, values: Tensor, paths: OwnPaths, attention: Attention, sinks: Tensor | None = None
+) -> Tensor:
+    """Attend as `attend_own_paths` does, with products of its own for each row."""
+    pages, found = list(paths.pages), []
+    for query, shared, own, count in zip(queries, paths.shared.tolist(), paths.own, paths.counts.tolist(), strict=True):
+        end = shared + count
+        first = 0 if attention.window is None else max(end - attention.window, 0)
+        seen = parts_seen(pages, first, shared) if first < shared else []
+        own = own[max(first - shared, 0) : count]
+        found.append(attend_row(query, keys, values, seen, own, attention, sinks))
+    return torch.stack(found)
 
 
 def _hidden(paths: OwnPaths, attention: Attention) -> Tensor:

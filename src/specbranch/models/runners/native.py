@@ -20,6 +20,7 @@ from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.cache.kv_memory import LayerMemory, Memory, Table
 from specbranch.models.cache.pool_size import pool_pages
+from specbranch.models.cpu.linear import PRODUCT_ROWS
 from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.forward.decoder import ChunkView, Decoder, DecoderRows, OwnPaths, Step
 from specbranch.models.forward.fused_step import STEP_ROWS, FusedStep, fuse
@@ -269,13 +270,18 @@ class NativeRunner(TorchRunner):
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
         """Return the logits of all rows and, if they are requested (`state_layers`), the hidden states.
 
-        The compiled step takes at most STEP_ROWS rows; more run in several steps, one after the other.
+        The compiled step takes at most STEP_ROWS rows; more run in several steps, one after the other. Layers that are
+        not plain take as many rows as the kernel of the products, whose rows do not depend on each other.
         """
-        if self._fused is None:
+        if self._fused is None and self.decoder.plain:
             return self._forward_in_torch(work)
-        steps = split_into_steps(work, STEP_ROWS)
-        logits, states = zip(*(self._fused.logits_and_states(step, self.state_layers) for step in steps), strict=True)
+        run, most = (self._forward_in_torch, PRODUCT_ROWS) if self._fused is None else (self._forward_fused, STEP_ROWS)
+        logits, states = zip(*map(run, split_into_steps(work, most)), strict=True)
         return _concatenated(logits), _concatenated(states) if self.state_layers else None
+
+    def _forward_fused(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
+        assert self._fused is not None
+        return self._fused.logits_and_states(work, self.state_layers)
 
     def _forward_in_torch(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
         layer_inputs: list[Tensor] | None = [] if self.state_layers else None
