@@ -44,7 +44,7 @@ def main() -> None:
                 found = _asked(http, case, choice, given.parallel)
                 counts[choice].update({name: int(getattr(found, name)) for name in ("called", "valid", "right")})
                 mark = "right" if found.right else "valid" if found.valid else "called" if found.called else "none"
-                print(f"{choice:9} {mark:6} {case.prompt[:48]:48} {found.said[:110]}", flush=True)
+                print(f"{choice:9} {mark:6} {case.prompt[:48]:48} {' '.join(found.said.split())[:110]}", flush=True)
     for choice, counted in counts.items():
         print(f"{choice}: of {len(CASES)} " + ", ".join(f"{counted[name]} {name}" for name in counted))
     print(json.dumps({choice: dict(counted) for choice, counted in counts.items()}))
