@@ -290,18 +290,17 @@ def llm_model(server: Server) -> Any:
 
 def llm_tools(server: Server, stream: bool) -> None:
     """The chain of `llm`: it leaves the choice to the model, so each answer is calls, words, or both."""
-    given: Any = {"tools": [weather], "stream": stream, "chain_limit": 2, "options": {"max_tokens": TOKENS}}
+    talk = llm_model(server).conversation(tools=[weather], chain_limit=2)
+    chain = talk.chain(QUESTION, stream=stream, options={"max_tokens": TOKENS, "temperature": 0})
     try:
-        chain = llm_model(server).chain(QUESTION, **given)
-        answers = list(chain.responses())
+        chain.text()
     except ValueError as error:  # the model calls again and again
         expect("Chain limit" in str(error), str(error))
-        answers = chain._responses
-    for answer in answers:
+    for answer in chain._responses:
         calls = answer.tool_calls()
         expect(calls or answer.text(), "neither words nor calls")
-        for call in calls:
-            check_arguments(call.name, call.arguments)
+        for call in calls:  # nothing holds them to the schema
+            expect(call.name == "weather" and isinstance(call.arguments, dict), f"{call}")
 
 
 def llm_schema(server: Server, stream: bool) -> None:
