@@ -167,6 +167,18 @@ def test_arguments_that_are_no_json_go_back_as_they_are(script: Script, client: 
     assert '"arguments": "{oops"' in script.prompts[-1]
 
 
+def test_what_a_client_noted_of_an_answer_may_come_back(script: Script) -> None:
+    """litellm adds such notes to the message of an answer, and sends them with the next request."""
+    script.text = "Sorry."
+    notes = {"provider_specific_fields": {"refusal": None}}
+    call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "{}", **notes}, **notes}
+    message = {"role": "assistant", "content": None, "tool_calls": [call], "function_call": None, **notes}
+    talk = [*TALK, message, {"role": "tool", "tool_call_id": "1", "content": "Noon."}]
+    said = script.served.post("/v1/chat/completions", {"messages": talk, "tools": [WEATHER, TIME]})
+    assert said.json()["choices"][0]["message"]["content"] == "Sorry."
+    assert "provider_specific_fields" not in script.prompts[-1]
+
+
 FORMS = {
     "mistral": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}',
     "llama3_json": '<|python_tag|>{"name": "weather", "parameters": {"city": "Oslo"}}',

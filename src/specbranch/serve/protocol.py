@@ -140,6 +140,7 @@ class CalledFunction(Body):
 
     name: str
     arguments: str | dict[str, Any] = Field("{}", description="JSON, as a text.")
+    provider_specific_fields: Any = None  # as below
 
 
 class EarlierCall(Body):
@@ -149,6 +150,7 @@ class EarlierCall(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # clients that repeat what a stream said
+    provider_specific_fields: Any = None  # what a client noted of the answer when it came, and sends back
 
 
 class FunctionTool(Body):
@@ -192,6 +194,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    provider_specific_fields: Any = None  # litellm's notes on the answer
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
