@@ -369,13 +369,20 @@ def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
         and arch.head_dim in (64, 128)
         and arch.hidden % 64 == 0 == arch.intermediate % 64
     )
-    known = all(isinstance(linear, (PlainLinear, StoredLinear)) and linear.weight.is_contiguous() for linear in linears)
+    known = all(map(_known, linears))
     alike = (
         all(len({getattr(layer, name).weight.dtype for layer in decoder.layers}) == 1 for name in PRODUCT_NAMES)
         if known
         else False
     )
     return suits and alike and triton_works(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
+
+
+def _known(linear: Linear) -> bool:
+    """True if the kernels multiply by this matrix."""
+    if isinstance(linear, StoredLinear):
+        return linear.matrix.simple and linear.matrix.stored in BITS and linear.weight.is_contiguous()
+    return isinstance(linear, PlainLinear) and linear.weight.is_contiguous()
 
 
 def step_of(decoder: Decoder, memory: Memory) -> GpuStep:
