@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from specbranch.errors import ModelError, UnsupportedArchitecture
 from specbranch.file_values import MOST_CONTEXT_TOKENS, FileValues
 from specbranch.gguf_header import GgufArray
+from specbranch.models.files.quantised.settings import read_quantisation
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
 
 if TYPE_CHECKING:
@@ -208,10 +209,7 @@ def _refuse_variants(values: FileValues, name: str) -> None:
             f"{name} is a draft of kind {kind!r}, which reads its target's hidden states; SpecBranch runs drafts that "
             "are models of their own. Give another draft, or make one with `specbranch distill`."
         )
-    if method := values.group("quantization_config").text("quant_method", ""):
-        raise UnsupportedArchitecture(
-            f"{name} is stored in {method!r} quantisation, which the native decoder does not read. {USE_TRANSFORMERS}"
-        )
+    read_quantisation(values)  # refuses unknown kinds
 
 
 def _head_tokens(values: FileValues) -> int | None:

@@ -143,6 +143,12 @@ SAFETENSORS = {
     "F16": plain(torch.float16),
     "BF16": plain(torch.bfloat16),
     "I64": plain(torch.int64),  # token ids of a reduced head
+    # of quantised checkpoints
+    "I32": plain(torch.int32),
+    "I8": plain(torch.int8),
+    "U8": plain(torch.uint8),
+    "F8_E4M3": plain(torch.float8_e4m3fn),
+    "F8_E8M0": plain(torch.float8_e8m0fnu),
 }
 
 _GGUF = {

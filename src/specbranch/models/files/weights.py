@@ -22,6 +22,7 @@ from specbranch.models.files.blocks import AnyMatrix, BlockMatrix, fits_blocks, 
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.quantised.checkpoint import QuantisedCheckpoint
 from specbranch.models.files.stored_rows import Embedding, StoredRows
 from specbranch.models.files.tensor_file import TensorSource
 
@@ -119,7 +120,7 @@ class Weights:
     def stored(self) -> str:
         """How the layers' matrices are stored: "int4" or "stored" if any of them is, as not all may fit that."""
         kinds = [matrix.stored for layer in self.layers for matrix in layer.matrices]
-        return next((kind for kind in ("int4", "stored") if kind in kinds), kinds[0])
+        return next((kind for first in ("int4", "stored") for kind in kinds if kind.startswith(first)), kinds[0])
 
 
 def read_weights(
@@ -196,8 +197,8 @@ class _Reader:
     def quantised(self, matrix: Matrix) -> AnyMatrix:
         """Return a matrix as `stored` asks."""
         if self.stored == "stored":
-            # A GGUF matrix without blocks stays in floats. A draft's floats were int8 in its file, and are so again.
-            return matrix if isinstance(self.source, GgufFile) else whole_rows(matrix)
+            # What a file has in floats stays in floats. A draft's floats were int8 in its file, and are so again.
+            return matrix if isinstance(self.source, (GgufFile, QuantisedCheckpoint)) else whole_rows(matrix)
         return matrix if self.stored is None else matrix.stored_as(self.stored)
 
     def embedding(self) -> Embedding:
@@ -211,6 +212,8 @@ class _Reader:
         part, rows = "embedding" if self.arch.tied else "head", self.arch.head_tokens or self.arch.head_rows
         if (blocks := self.blocks({part: rows}, self.arch.hidden, 0, leading=True)) is not None:
             return blocks
+        if not self.arch.tied and (small := self.small({part: rows}, self.arch.hidden, 0, leading=True)) is not None:
+            return small
         tied = embedding if self.arch.tied and isinstance(embedding, Tensor) else None
         return self.quantised(Matrix(self.vocabulary_matrix(part, rows) if tied is None else tied))
 
@@ -235,6 +238,14 @@ class _Reader:
         found = read_parts(self.source, wanted, ins, leading=leading)
         return None if found is None else BlockMatrix(found)
 
+    def small(self, parts: dict[str, int], ins: int, layer: int, *, leading: bool = False) -> Matrix | None:
+        """Read a matrix as a quantised checkpoint stores it; None unless `stored` asks for that and all parts fit."""
+        if self.stored is None or not isinstance(self.source, QuantisedCheckpoint):
+            return None
+        modules = {self._name(part, "", layer).rstrip("."): rows for part, rows in parts.items()}
+        found = self.source.matrix(modules, ins, self.device, leading=leading)
+        return found if found is None or self.stored in ("stored", found.stored) else None
+
     def layer(self, index: int) -> LayerWeights:
         a, done = self.arch, index + 1
         log.info("layer %d of %d of %s", done, a.layers, a.name, extra={"done": done, "of": a.layers})
@@ -257,6 +268,8 @@ class _Reader:
         shift = self.stacked(parts, (), "bias", layer) if bias else None
         if (blocks := self.blocks(parts, columns, layer)) is not None:
             return replace(blocks, bias=shift)
+        if (small := self.small(parts, columns, layer)) is not None:
+            return replace(small, bias=shift)
         return self.quantised(Matrix(self.stacked(parts, (columns,), "weight", layer, self.read_in), shift))
 
     def vocabulary_matrix(self, part: str, rows: int) -> Tensor:
