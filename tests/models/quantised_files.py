@@ -93,14 +93,20 @@ def awq(group: int = 64) -> Form:
 
 
 def gptq(
-    bits: int = 4, group: int = 64, layout: str | None = "gptq", act: bool = False, symmetric: bool = True, **other: Any
+    bits: int = 4,
+    group: int = 64,
+    layout: str | None = "gptq",
+    act: bool = False,
+    symmetric: bool = True,
+    as_is: bool = False,
+    **other: Any,
 ) -> Form:
     def write(weight: Tensor, made: torch.Generator) -> Stored:
         # q, k and v have the same inputs, and so the same order
         order = torch.Generator().manual_seed(weight.shape[1]) if act else None
         groups = groups_of(weight.shape[1], group, order)
         numbers, scales, zeros = rounded(weight, groups, bits, symmetric, made, torch.float16)
-        less = (zeros - 1) % (1 << bits) if layout != "gptq_v2" else zeros
+        less = (zeros - 1) % (1 << bits) if layout != "gptq_v2" and not as_is else zeros
         parts = {
             "qweight": words(numbers, bits).t().contiguous(),
             "qzeros": words(less.t(), bits),
@@ -222,6 +228,7 @@ FORMS: dict[str, Callable[[], Form]] = {
     "gptq-old": lambda: gptq(layout=None, group=32),
     "gptq-act": lambda: gptq(act=True, symmetric=False),
     "gptq-act-32": lambda: gptq(act=True, group=32),
+    "gptq-mislabelled": lambda: gptq(as_is=True),  # zeros as in v2, as some files have them
     "gptq-v2": lambda: gptq(layout="gptq_v2", symmetric=False),
     "gptq-int8": lambda: gptq(8, act=True, group=32),
     "gptq-int8-zeros": lambda: gptq(8, symmetric=False, group=-1),

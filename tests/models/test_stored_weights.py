@@ -24,7 +24,7 @@ from specbranch.models.cpu.linear import KernelLinear, PlainLinear
 from specbranch.models.files import matrix as layouts
 from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.locate import locate
-from specbranch.models.files.matrix import INT4_GROUP, INT4_KINDS, ROUNDED, Matrix
+from specbranch.models.files.matrix import INT4_GROUP, INT4_KINDS, ROUNDED_KINDS, Matrix
 from specbranch.models.files.weights import ReducedHead, Weights, read_weights
 from specbranch.models.forward.decoder import Decoder, _linear
 from specbranch.models.forward.stored_linear import StoredLinear
@@ -99,7 +99,7 @@ def test_int4_is_off_by_half_a_step_but_where_a_group_is_cut_off(dtype: torch.dt
     assert (error.square().sum(-1) <= plain.square().sum(-1) * 1.00001).all()
 
 
-@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
 def test_what_was_stored_once_comes_out_with_the_same_whole_numbers(kind: WeightsName) -> None:
     weight = numbers(50, 2 * INT4_GROUP) * numbers(50, 1, seed=1)
     weight[7], weight[9, :INT4_GROUP] = 0, 0
@@ -109,7 +109,7 @@ def test_what_was_stored_once_comes_out_with_the_same_whole_numbers(kind: Weight
     assert once.widened(FLOAT32)[7].eq(0).all() and once.widened(FLOAT32).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
 def test_rows_are_rounded_alike_however_many_at_a_time(kind: WeightsName, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = numbers(300, 2 * INT4_GROUP)
     whole = Matrix(weight).stored_as(kind)
@@ -191,7 +191,7 @@ def test_fp8_is_off_by_a_sixteenth_at_most_and_a_block_has_one_scale(ins: int) -
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32, BFLOAT16, FLOAT16])
-@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
 def test_the_plain_product_is_that_of_the_matrix_written_out(
     kind: WeightsName, dtype: torch.dtype, biased: bool
 ) -> None:
@@ -217,7 +217,7 @@ def test_a_matrix_gets_the_kernel_where_there_is_one_and_the_plain_product_elsew
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dense = Matrix(numbers(8, INT4_GROUP))
-    kinds = {kind: type(_linear(dense.stored_as(kind), FLOAT32)) for kind in (*ROUNDED, "bfloat16")}
+    kinds = {kind: type(_linear(dense.stored_as(kind), FLOAT32)) for kind in (*ROUNDED_KINDS, "bfloat16")}
     fast = {kind for kind, linear in kinds.items() if linear is KernelLinear}
     assert fast == {"int8", "fp8", "bfloat16"} and all(kinds[kind] is StoredLinear for kind in set(kinds) - fast)
     assert isinstance(_linear(dense.stored_as("int8"), FLOAT64), StoredLinear) and isinstance(
@@ -301,7 +301,7 @@ def read(folder: Path, stored: WeightsName | None, dtype: torch.dtype = FLOAT32)
     return read_weights(arch, source, CPU, dtype, stored)
 
 
-@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
 @pytest.mark.parametrize("model", ["tied", "biases"])
 def test_matrices_are_stored_small_and_nothing_else_is(model: str, kind: WeightsName, folders: dict[str, Path]) -> None:
     dense, small = read(folders[model], None, BFLOAT16), read(folders[model], kind, BFLOAT16)
@@ -354,7 +354,7 @@ def written_out(weights: Weights, dtype: torch.dtype) -> Weights:
 @each_pair
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("make", [NativeRunner, GpuRunner])
-@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
 @pytest.mark.parametrize("model", ["tied", "biases"])
 def test_a_model_scores_as_what_it_stands_for_does_in_floats(
     model: str, kind: WeightsName, make: type[NativeRunner], reduced: bool, folders: dict[str, Path]

@@ -22,8 +22,8 @@ from torch import Tensor
 from specbranch.config import WeightsName
 
 INT4_GROUP = 128  # inputs that share a scale in int4, unless its name says another number
-GROUPS = (128, 64, 32)  # groups of int4, the largest first
-BLOCK = 128  # outputs, and inputs, of a block of fp8
+INT4_GROUPS = (128, 64, 32)  # groups of int4, the largest first
+FP8_BLOCK = 128  # outputs, and inputs, of a block of fp8
 SCALE_BYTES = 4  # of a scale in float32
 ZERO = 8  # the nibble that stands for zero
 FP8 = torch.float8_e4m3fn
@@ -36,7 +36,7 @@ NUMBERS_AT_ONCE = 1 << 24  # numbers that are rounded at a time, in float32
 Numbers = Literal["int8", "int4", "fp8"]
 SMALL: dict[torch.dtype, Numbers] = {torch.int8: "int8", torch.uint8: "int4", FP8: "fp8"}
 INT4_KINDS: dict[str, int] = {"int4": INT4_GROUP, "int4-64": 64, "int4-32": 32}  # their groups
-ROUNDED: tuple[WeightsName, ...] = ("int8", "fp8", "fp8-block", "int4", "int4-64", "int4-32")
+ROUNDED_KINDS: tuple[WeightsName, ...] = ("int8", "fp8", "fp8-block", "int4", "int4-64", "int4-32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class Matrix:
             return self
         if self.scale is not None:
             return Matrix(self.widened(torch.float32), self.bias).stored_as(kind)
-        if kind in ROUNDED:
-            return self._rounded(_rounding(kind), BLOCK if kind == "fp8-block" else 1)
+        if kind in ROUNDED_KINDS:
+            return self._rounded(_rounding(kind), FP8_BLOCK if kind == "fp8-block" else 1)
         weight = self.weight.to(getattr(torch, kind))
         return Matrix(weight, self.bias, torch.ones(weight.shape[0], device=weight.device))
 
@@ -158,12 +158,12 @@ def fitting(kind: WeightsName, ins: int) -> WeightsName:
     """Return the kind that a matrix of this many inputs gets: another one if they are not whole groups."""
     if kind in INT4_KINDS and ins % INT4_KINDS[kind]:
         return "int8"
-    return "fp8" if kind == "fp8-block" and block_group(ins) < min(GROUPS) else kind
+    return "fp8" if kind == "fp8-block" and block_group(ins) < min(INT4_GROUPS) else kind
 
 
 def block_group(ins: int) -> int:
     """Return the inputs that share a copy of a block's scale: a divisor of the inputs, as the last block may be cut."""
-    return math.gcd(BLOCK, ins)
+    return math.gcd(FP8_BLOCK, ins)
 
 
 def unpacked(weight: Tensor, group: int, dtype: torch.dtype) -> Tensor:
@@ -198,14 +198,14 @@ def _in_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _in_fp8_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise with one scale for each block; each row gets a copy of it for each group of inputs."""
     group = block_group(rows.shape[1])
-    scale = torch.cat([_block_scales(some).expand(len(some), -1) for some in torch.split(rows, BLOCK)])
-    numbers = _nearest_fp8(rows, scale.repeat_interleave(BLOCK, 1)[:, : rows.shape[1]])
-    return numbers, scale.repeat_interleave(BLOCK // group, 1)[:, : rows.shape[1] // group].contiguous()
+    scale = torch.cat([_block_scales(some).expand(len(some), -1) for some in torch.split(rows, FP8_BLOCK)])
+    numbers = _nearest_fp8(rows, scale.repeat_interleave(FP8_BLOCK, 1)[:, : rows.shape[1]])
+    return numbers, scale.repeat_interleave(FP8_BLOCK // group, 1)[:, : rows.shape[1] // group].contiguous()
 
 
 def _block_scales(rows: Tensor) -> Tensor:
     """Return the scales of one row of blocks [1, blocks]."""
-    return torch.cat([_scale(block.reshape(1, -1), LARGEST["fp8"]) for block in torch.split(rows, BLOCK, 1)], 1)
+    return torch.cat([_scale(block.reshape(1, -1), LARGEST["fp8"]) for block in torch.split(rows, FP8_BLOCK, 1)], 1)
 
 
 def _nearest_fp8(rows: Tensor, scale: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from specbranch.models.cpu.linear import takes
 from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.blocks import FORMS, AnyMatrix
 from specbranch.models.files.gguf_file import GgufFile
-from specbranch.models.files.matrix import INT4_KINDS, ROUNDED, Matrix
+from specbranch.models.files.matrix import INT4_KINDS, ROUNDED_KINDS, Matrix
 from specbranch.models.files.quantised.checkpoint import QuantisedCheckpoint
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import Weights
@@ -38,7 +38,7 @@ def resolve_precision(
     checkpoint, `source`, may stay as they are in any precision.
     """
     usual, asked = torch.float32 if device.type == "cpu" else torch.bfloat16, _dtype(dtype)
-    if weights is None or weights in ROUNDED or (weights == "stored" and isinstance(source, QuantisedCheckpoint)):
+    if weights is None or weights in ROUNDED_KINDS or (weights == "stored" and isinstance(source, QuantisedCheckpoint)):
         return asked or usual, weights
     if weights == "stored":
         if device.type == "cpu" and asked in (None, torch.float32):
@@ -107,7 +107,7 @@ def resolve_single_dtype(dtype: torch.dtype | None, weights: WeightsName | None,
     """Return the precision of a runner that stores matrices in the type it computes in; refuse all other `weights`."""
     if weights is None or (dtype is not None and weights == name_of(dtype)):
         return dtype
-    own = None if weights in (*ROUNDED, "stored") or dtype is not None else getattr(torch, weights)
+    own = None if weights in (*ROUNDED_KINDS, "stored") or dtype is not None else getattr(torch, weights)
     if isinstance(own, torch.dtype):
         return own
     raise BadParameter(

@@ -25,13 +25,13 @@ from specbranch.models.files.tensor_file import ShardedFile, TensorFile, open_fo
 
 log = logging.getLogger("specbranch")
 
-FORMATS: dict[Method, ModuleType] = {
+READERS: dict[Method, ModuleType] = {
     "compressed-tensors": compressed_tensors,
     "awq": awq,
     "gptq": gptq,
     "fp8": fp8,
 }
-WEIGHT = ".weight"
+DOT_WEIGHT = ".weight"
 CPU = torch.device("cpu")
 
 
@@ -48,12 +48,12 @@ class QuantisedCheckpoint:
         return self.file.name
 
     def __contains__(self, tensor: str) -> bool:
-        return tensor in self.file or (tensor.endswith(WEIGHT) and self._quantised(tensor.removesuffix(WEIGHT)))
+        return tensor in self.file or (tensor.endswith(DOT_WEIGHT) and self._quantised(tensor.removesuffix(DOT_WEIGHT)))
 
     def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
         """Fill `into` with a tensor, in floats; see TensorSource."""
-        module = tensor.removesuffix(WEIGHT)
-        if not tensor.endswith(WEIGHT) or not self._quantised(module):
+        module = tensor.removesuffix(DOT_WEIGHT)
+        if not tensor.endswith(DOT_WEIGHT) or not self._quantised(module):
             self.file.read(tensor, into, leading=leading)
         elif into.dim() != 2:
             raise ModelError(f"{self.name}: {module} is quantised; expected a tensor of shape {list(into.shape)}.")
@@ -92,12 +92,12 @@ class QuantisedCheckpoint:
     def _quantised(self, module: str) -> bool:
         if any(f"{module}.{part}" in self.file for part in ("qweight", "weight_packed")):
             return True
-        entry = entry_of(self.file, module + WEIGHT)
+        entry = entry_of(self.file, module + DOT_WEIGHT)
         return entry is not None and entry.encoding.dtype in (torch.int8, FP8)
 
     def _one(self, module: str, outs: int, ins: int, device: torch.device, leading: bool) -> Matrix:
         """Read a matrix; `leading`: the file may have more outputs, of which the first are taken."""
-        form, tensors = FORMATS[self.quantisation.method], Tensors(self.file, module, device)
+        form, tensors = READERS[self.quantisation.method], Tensors(self.file, module, device)
         held = form.outputs(tensors)
         if held != outs and not (leading and held > outs):
             raise ModelError(

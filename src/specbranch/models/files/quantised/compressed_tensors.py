@@ -15,7 +15,7 @@ from specbranch.models.files.quantised.layout import MIDDLE, count_groups, fp8_m
 from specbranch.models.files.quantised.settings import Quantisation, Scheme
 from specbranch.models.files.quantised.tensors import WORD, Tensors, numbers_in
 
-PACKED, SCALE, ZERO_POINT = "weight_packed", "weight_scale", "weight_zero_point"
+PACKED, CT_SCALE, ZERO_POINT = "weight_packed", "weight_scale", "weight_zero_point"
 
 
 def outputs(tensors: Tensors) -> int:
@@ -28,7 +28,7 @@ def read(tensors: Tensors, outs: int, ins: int, scheme: Scheme, _: Quantisation)
     if scheme.floats:
         return _floats(tensors, outs, ins, scheme)
     if scheme.scales == "block":
-        tensors.refuse(SCALE, "has integers with scales by block; expected scales by matrix, output or group")
+        tensors.refuse(CT_SCALE, "has integers with scales by block; expected scales by matrix, output or group")
     part = PACKED if PACKED in tensors else "weight"
     numbers = _packed(tensors, outs, ins, scheme) if part == PACKED else _plain(tensors, outs, ins, scheme)
     groups = count_groups(tensors, part, ins, scheme.group)
@@ -46,9 +46,9 @@ def read(tensors: Tensors, outs: int, ins: int, scheme: Scheme, _: Quantisation)
 def _floats(tensors: Tensors, outs: int, ins: int, scheme: Scheme) -> Matrix:
     numbers = tensors.read("weight", (outs, ins), (FP8,))
     if scheme.scales != "group":
-        return fp8_matrix(numbers, scales_of(tensors, SCALE, outs, ins, scheme), scheme.block)
+        return fp8_matrix(numbers, scales_of(tensors, CT_SCALE, outs, ins, scheme), scheme.block)
     groups = count_groups(tensors, "weight", ins, scheme.group)
-    return fp8_matrix(numbers, tensors.scales(SCALE, (outs, groups)), (1, ins // groups))
+    return fp8_matrix(numbers, tensors.scales(CT_SCALE, (outs, groups)), (1, ins // groups))
 
 
 def _packed(tensors: Tensors, outs: int, ins: int, scheme: Scheme) -> Tensor:
@@ -69,10 +69,10 @@ def _plain(tensors: Tensors, outs: int, ins: int, scheme: Scheme) -> Tensor:
 def _scales(tensors: Tensors, outs: int, groups: int, scheme: Scheme) -> Tensor:
     """Read the scales [out, groups]."""
     if scheme.scales == "group":
-        return tensors.scales(SCALE, (outs, groups))
-    shape = tensors.entry(SCALE).shape
+        return tensors.scales(CT_SCALE, (outs, groups))
+    shape = tensors.entry(CT_SCALE).shape
     known = ((), (1,), (1, 1)) if scheme.scales == "tensor" else ((outs,), (outs, 1))
-    return tensors.scales(SCALE, shape if shape in known else known[-1]).reshape(-1, 1).expand(outs, 1).contiguous()
+    return tensors.scales(CT_SCALE, shape if shape in known else known[-1]).reshape(-1, 1).expand(outs, 1).contiguous()
 
 
 def _zeros(tensors: Tensors, outs: int, groups: int, scheme: Scheme, in_words: bool) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.matrix import ZERO, Matrix
 from specbranch.models.files.quantised.layout import MIDDLE, count_groups, input_order, int_matrix
 from specbranch.models.files.quantised.settings import Quantisation, Scheme
 from specbranch.models.files.quantised.tensors import WORD, Tensors, numbers_in
@@ -27,7 +27,9 @@ def read(tensors: Tensors, outs: int, ins: int, scheme: Scheme, file: Quantisati
         tensors.refuse("qweight", f"has {outs} outputs and {ins} inputs; expected multiples of {each}")
     numbers = numbers_in(tensors.read("qweight", (ins // each, outs), WORD).t(), scheme.bits)
     zeros = numbers_in(tensors.read("qzeros", (groups, outs // each), WORD), scheme.bits).t()
-    if file.zeros_less_one:
+    if scheme.symmetric and _same(zeros, (MIDDLE - 1, MIDDLE) if scheme.bits == 8 else (ZERO - 1, ZERO)):
+        zeros = torch.full_like(zeros, MIDDLE if scheme.bits == 8 else ZERO)  # some files store it as it is, unsaid
+    elif file.zeros_less_one:
         zeros = zeros + 1 if scheme.bits == 8 else (zeros + 1) & 15  # within the same bits: 0 was stored as all ones
     scales = tensors.scales("scales", (groups, outs)).t().contiguous()
     order = None
@@ -39,6 +41,11 @@ def read(tensors: Tensors, outs: int, ins: int, scheme: Scheme, file: Quantisati
     if scheme.bits == 8:
         numbers, zeros = _signed(numbers), _signed(zeros)
     return int_matrix(tensors, "qweight", numbers.contiguous(), scales, zeros.contiguous(), order)
+
+
+def _same(zeros: Tensor, known: tuple[int, ...]) -> bool:
+    """True if all zeros are one of the known ones, the same."""
+    return any(bool((zeros == one).all()) for one in known)
 
 
 def _signed(numbers: Tensor) -> Tensor:

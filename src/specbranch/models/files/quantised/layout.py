@@ -13,7 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from specbranch.models.files.matrix import FP8, GROUPS, ZERO, Matrix, packed
+from specbranch.models.files.matrix import FP8, INT4_GROUPS, ZERO, Matrix, packed
 from specbranch.models.files.quantised.tensors import Tensors
 
 MIDDLE = 128  # the number of 8 bits without a sign that stands for zero if zeros are symmetric
@@ -39,9 +39,9 @@ def int_matrix(
     if numbers.dtype is torch.int8:
         return Matrix(numbers, None, scale if scale.shape[1] > 1 else scale[:, 0].contiguous(), zero, order)
     group = numbers.shape[1] // scale.shape[1]
-    size = next((size for size in GROUPS if group % size == 0), None)
+    size = next((size for size in INT4_GROUPS if group % size == 0), None)
     if size is None:
-        tensors.refuse(part, f"has int4 in groups of {group} inputs; expected a multiple of {GROUPS[-1]}")
+        tensors.refuse(part, f"has int4 in groups of {group} inputs; expected a multiple of {INT4_GROUPS[-1]}")
     times = group // size
     zeros = None if zero is None else zero.repeat_interleave(times, 1)
     return Matrix(packed(numbers, size), None, scale.repeat_interleave(times, 1), zeros, order)
@@ -57,7 +57,7 @@ def fp8_matrix(numbers: Tensor, scale: Tensor, block: tuple[int, int] | None) ->
     by_row = scale.repeat_interleave(block[0], 0)[:outs]
     by_group = by_row.repeat_interleave(block[1] // group, 1)[:, : ins // group]
     wide = Matrix(numbers, None, by_group.contiguous())
-    return wide.in_groups(next((size for size in GROUPS if group % size == 0), group))
+    return wide.in_groups(next((size for size in INT4_GROUPS if group % size == 0), group))
 
 
 def input_order(tensors: Tensors, groups: Tensor, group: int, count: int) -> tuple[Tensor, Tensor] | None:
@@ -83,7 +83,7 @@ def stacked(parts: Sequence[Matrix]) -> Matrix | None:
     if any(one.weight.dtype != first.weight.dtype or not _same_order(one, first) for one in parts):
         return None
     size = gcd(*(one.group for one in parts))
-    if first.packed and size not in GROUPS:
+    if first.packed and size not in INT4_GROUPS:
         return None
     if all(one.scale is not None and one.scale.dim() == 1 and one.zero is None for one in parts):
         alike = list(parts)

@@ -17,11 +17,11 @@ from specbranch.errors import UnsupportedArchitecture
 from specbranch.file_values import FileValues
 
 Method = Literal["compressed-tensors", "awq", "gptq", "fp8"]
-METHODS: tuple[Method, ...] = get_args(Method)
+QUANT_METHODS: tuple[Method, ...] = get_args(Method)
 Scales = Literal["tensor", "channel", "group", "block"]  # what shares a scale
 SCALES: tuple[Scales, ...] = get_args(Scales)
-USE_TRANSFORMERS = "Load it with runner='transformers', or take it in another format."
-KEY = "quantization_config"
+OTHERWISE = "Load it with runner='transformers', or take it in another format."
+QUANTISATION_KEY = "quantization_config"
 MOST_GROUP = 1 << 26
 ANY_MODULE = "Linear"  # the class that a target names if it means all matrices
 T = TypeVar("T", bound=str)
@@ -60,18 +60,18 @@ class Quantisation:
                 if any(fits(target, module) for target in scheme.targets):
                     return scheme
         raise UnsupportedArchitecture(
-            f"{self.name}: {module} is quantised, but no target of {KEY} names it. {USE_TRANSFORMERS}"
+            f"{self.name}: {module} is quantised, but no target of {QUANTISATION_KEY} names it. {OTHERWISE}"
         )
 
 
 def read_quantisation(values: FileValues) -> Quantisation | None:
     """Read how a checkpoint is quantised; None if it is not."""
-    group = values.group(KEY)
+    group = values.group(QUANTISATION_KEY)
     method = group.text("quant_method", "")
     if not method:
         return None
-    if method not in METHODS:
-        _refuse(group, f"is stored in {method!r} quantisation; read are {', '.join(METHODS)}")
+    if method not in QUANT_METHODS:
+        _refuse(group, f"is stored in {method!r} quantisation; read are {', '.join(QUANT_METHODS)}")
     return _READERS[method](group)
 
 
@@ -146,7 +146,8 @@ def _gptq(group: FileValues) -> Quantisation:
     for pattern in group.group("dynamic").values:
         if not pattern.startswith("-:"):
             _refuse(group, f"has other GPTQ settings for {pattern!r:.60}; expected the same for all matrices")
-    scheme = Scheme(bits=bits, scales="group", group=_group_size(group, "group_size", 128), symmetric=False)
+    size, symmetric = _group_size(group, "group_size", 128), group.flag("sym", True)
+    scheme = Scheme(bits=bits, scales="group", group=size, symmetric=symmetric)
     return Quantisation(method="gptq", schemes=(scheme,), name=group.name, zeros_less_one=layout == "gptq")
 
 
@@ -198,7 +199,7 @@ def _expect(values: FileValues, key: str, got: str, known: tuple[T, ...]) -> T:
 
 
 def _refuse(values: FileValues, what: str) -> NoReturn:
-    raise UnsupportedArchitecture(f"{values.name} {what}. {USE_TRANSFORMERS}")
+    raise UnsupportedArchitecture(f"{values.name} {what}. {OTHERWISE}")
 
 
 @cache
