@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,13 @@ FLOAT32 = ("scale", "squares", "sums", "out")
 
 def linear_of(stored: Stored, weight: Tensor) -> PlainLinear | StoredLinear:
     """A matrix in one form."""
-    return PlainLinear(weight, None) if stored == "plain" else StoredLinear(Matrix(weight).stored_as(stored))
+    if stored == "plain":
+        return PlainLinear(weight, None)
+    if stored != "int4-zeros":
+        return StoredLinear(Matrix(weight).stored_as(stored))
+    small = Matrix(weight).stored_as("int4-64")
+    assert small.scale is not None
+    return StoredLinear(replace(small, zero=torch.randint(0, 16, small.scale.shape, dtype=torch.uint8)))
 
 
 def interpret(stored: Stored) -> None:
@@ -51,9 +58,7 @@ def interpret(stored: Stored) -> None:
     assert (found[33] - expected).abs().max() < 1e-4 * x.float().norm(dim=1).max()
     for rows, some in found.items():
         assert torch.equal(some, found[33][:rows]), f"bits of {rows} rows differ from those among 33"
-    down = product_of("down", linear_of(stored, (torch.randn(64, 1024) / 32).to(torch.float16)), NO_NORM)
-    check_parts(product_kernels, down)
-    print(stored, down.cut.parts)
+    print(stored, check_parts(product_kernels, linear_of(stored, (torch.randn(64, 1024) / 32).to(torch.float16))))
 
 
 def scored(kernels: Any, product: Product, x: Tensor) -> Tensor:
@@ -69,9 +74,9 @@ def scored(kernels: Any, product: Product, x: Tensor) -> Tensor:
     return out[:rows]
 
 
-def check_parts(kernels: Any, product: Product) -> None:
-    """Add a product of several split-K parts to a residual stream of zeros."""
-    assert product.cut.parts > 1
+def check_parts(kernels: Any, linear: PlainLinear | StoredLinear) -> int:
+    """Add a product of several split-K parts to a residual stream of zeros; returns how many parts."""
+    product = product_of("down", linear, NO_NORM)
     rows, (across, down) = 3, (product.outs, product.ins)
     x = torch.randn(16, down).to(torch.float16)
     stream, scaled = torch.zeros(2, 16, across, dtype=torch.float16)
@@ -83,12 +88,10 @@ def check_parts(kernels: Any, product: Product) -> None:
         torch.zeros(64, dtype=torch.int32), torch.zeros(16, dtype=torch.int32), rows, across, down, BIASED=False,
         NORMS=1, NORM_TILE=product.cut.tile, **how,
     )  # fmt: skip
-    scales = product.scale
-    assert scales is not None
-    back = scales.t().contiguous() if scales.dim() > 1 else scales
-    wide = Matrix(weight, None, back).widened(torch.float32)
+    wide = linear.matrix.widened(torch.float32) if isinstance(linear, StoredLinear) else weight.float()
     expected = x[:rows].float() @ wide.T
     assert (stream[:rows].float() - expected).abs().max() < 0.01 * expected.abs().max()
+    return product.cut.parts
 
 
 def without_options(how: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def compile_one(kernel: Any, product: Product, stored: Stored) -> None:
     options = {name: how[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     sizes = {**CONSTANTS, "NORM_TILE": product.cut.tile, **without_options(how)}
     names = kernel.arg_names
-    weights = {0: "*bf16", 8: "*i8", 4: "*u8", 5: "*u8", 9: "*fp8e4nv", 10: "*fp8e4nv"}[BITS[stored]]
+    weights = {0: "*bf16", 8: "*i8", 4: "*u8", 5: "*u8", 6: "*u8", 9: "*fp8e4nv", 10: "*fp8e4nv"}[BITS[stored]]
     whole = {"rows": "i32", "N": "i32", "K": "i32", "page_stride": "i32", "eps": "fp32", "w": weights}
     whole |= {name: "*fp32" for name in FLOAT32 if name != "out" or kernel.__name__ == "scored"}
     whole |= dict.fromkeys(("positions", "slots", "counts", "arrived"), "*i32")

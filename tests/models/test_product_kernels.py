@@ -14,7 +14,7 @@ import torch
 
 from run_product_kernels import NO_NORM, linear_of
 from specbranch.models.cpu.linear import PlainLinear
-from specbranch.models.files.matrix import INT4_GROUPS, Matrix
+from specbranch.models.files.matrix import INT4_GROUPS, ROUNDED_KINDS, Matrix
 from specbranch.models.forward.stored_linear import StoredLinear
 from specbranch.models.gpu.kernel_step import BITS, BY_STEP, Stored, _known, product_of
 
@@ -55,19 +55,21 @@ def test_a_loop_step_of_a_grouped_form_is_a_group(stored: Stored, ins: int) -> N
     linear = linear_of(stored, numbers(64, ins))
     product = product_of("down", linear, NO_NORM)
     assert (product.outs, product.ins) == (64, ins) and ins % product.cut.step == 0
-    assert product.stored == (linear.matrix.stored if isinstance(linear, StoredLinear) else "plain")
+    expected = "int4-zeros" if stored == "int4-zeros" else getattr(getattr(linear, "matrix", None), "stored", "plain")
+    assert product.stored == expected
     if BITS[product.stored] in BY_STEP:
         assert isinstance(linear, StoredLinear) and product.cut.step == linear.matrix.group in INT4_GROUPS
-        assert product.scale is not None and product.scale.shape == (ins // product.cut.step, 64)
+        groups = ins // product.cut.step * (2 if stored == "int4-zeros" else 1)
+        assert product.scale is not None and product.scale.shape == (groups, 64)
         assert not product.cut.swap
 
 
-def test_the_kernels_take_no_zeros_no_order_and_no_other_groups() -> None:
-    for kind in SMALL:
+def test_the_kernels_take_zeros_of_int4_alone_no_order_and_no_other_groups() -> None:
+    for kind in ROUNDED_KINDS:
         small = Matrix(numbers(64, 384)).stored_as(kind)
         assert _known(StoredLinear(small))
         zero = torch.ones(64, 384 // small.group, dtype=torch.int8)
-        assert not _known(StoredLinear(replace(small, zero=zero)))
+        assert _known(StoredLinear(replace(small, zero=zero))) == kind.startswith("int4")
         assert not _known(StoredLinear(replace(small, order=torch.arange(384))))
     grouped = Matrix(torch.ones(64, 384, dtype=torch.int8), None, torch.ones(64, 12))
     assert grouped.stored == "int8-32" and not _known(StoredLinear(grouped))

@@ -18,7 +18,7 @@ from specbranch.core.pages import PAGE
 from specbranch.models.cache.kv_memory import Memory
 from specbranch.models.cpu.linear import Linear, PlainLinear
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.matrix import INT4_GROUPS
+from specbranch.models.files.matrix import INT4_GROUPS, ZERO, Matrix
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.stored_linear import StoredLinear
 from specbranch.models.gpu.attention import begins_early, launch, triton_works
@@ -26,15 +26,16 @@ from specbranch.models.gpu.layout import MOST_STEP_ROWS, MOST_TOTAL_ROWS, Views,
 from specbranch.models.gpu.small import PLAIN_FUNCTIONS
 from specbranch.models.gpu.step import GpuStep
 
-BY_STEP = (5, 10)  # forms whose loop step is a group
+BY_STEP = (5, 6, 10)  # forms whose loop step is a group
 ROW_TILE = 16
 # rows of a tile, by whether weights are the first operand; 64 rows as the first operand would use other instructions
 MOST_TOGETHER = {True: 64, False: 32}
 FAST_MEMORY = 200 << 10  # bytes of shared memory of a program
 PRODUCT_NAMES = ("qkv", "out", "gate_up", "down")
-# plain: in the type that the model computes in
-Stored = Literal["plain", "int8", "int4", "int4-64", "int4-32", "fp8", "fp8-block"]
-BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4, "int4-64": 5, "int4-32": 5, "fp8": 9, "fp8-block": 10}
+# plain: in the type that the model computes in; int4-zeros: with zero points, in groups of any size
+Stored = Literal["plain", "int8", "int4", "int4-64", "int4-32", "int4-zeros", "fp8", "fp8-block"]
+BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4, "int4-64": 5, "int4-32": 5}
+BITS |= {"int4-zeros": 6, "fp8": 9, "fp8-block": 10}
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,8 +342,8 @@ def product_of(name: str, linear: Linear, arch: Architecture) -> Product:
     weight, scale = linear.weight, linear.scale if isinstance(linear, StoredLinear) else None
     stored, group = _form(linear)
     outs, ins = weight.shape[0], weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
-    if scale is not None and scale.dim() > 1:
-        scale = scale.t().contiguous()  # a loop step reads one group of all its outputs
+    if isinstance(linear, StoredLinear) and linear.scale.dim() > 1:
+        scale = _by_group(linear.matrix)
     hopper = weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device)[0] == 9
     cut = cut_of(name, outs, ins, stored, hopper)
     if BITS[stored] in BY_STEP:
@@ -388,8 +389,9 @@ def _known(linear: Linear) -> bool:
     """True if the kernels multiply by this matrix."""
     if isinstance(linear, StoredLinear):
         found = linear.matrix
-        fits = found.stored in BITS and (found.scale is None or found.scale.dim() == 1 or found.group in INT4_GROUPS)
-        return fits and found.simple and linear.weight.is_contiguous()
+        plain_zeros = found.zero is None or found.packed
+        fits = found.stored in BITS and (linear.scale.dim() == 1 or found.group in INT4_GROUPS)
+        return fits and plain_zeros and found.order is None and linear.weight.is_contiguous()
     return isinstance(linear, PlainLinear) and linear.weight.is_contiguous()
 
 
@@ -402,7 +404,17 @@ def _form(linear: PlainLinear | StoredLinear) -> tuple[Stored, int]:
     """Return how a matrix is stored, and how many inputs share a scale."""
     if isinstance(linear, PlainLinear):
         return "plain", 0
+    if linear.matrix.zero is not None:
+        return "int4-zeros", linear.matrix.group
     return next(kind for kind in BITS if kind == linear.matrix.stored), linear.matrix.group
+
+
+def _by_group(matrix: Matrix) -> Tensor:
+    """Return scales [groups, outputs], as a loop step reads one group of all its outputs, and zeros behind them."""
+    assert matrix.scale is not None
+    if matrix.zero is None:
+        return matrix.scale.t().contiguous()
+    return torch.cat((matrix.scale.t(), matrix.zero.t().float() - ZERO))
 
 
 def _alike(linear: PlainLinear | StoredLinear) -> tuple[torch.dtype, Stored, int]:

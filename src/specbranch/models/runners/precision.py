@@ -98,7 +98,7 @@ def require_blocks(source: TensorSource) -> None:
         return
     if not isinstance(source, GgufFile) or not stored_kinds(source):
         raise BadParameter(
-            f"weights is 'stored', but {source.name} is neither a quantised checkpoint nor a GGUF file with matrices "
+            f"weights is 'stored', but {source.name} is no quantised checkpoint and no GGUF file with matrices "
             f"in any of {', '.join(FORMS)}. Leave --weights out, or use int8."
         )
 
