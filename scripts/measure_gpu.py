@@ -22,6 +22,7 @@ from shapes import DTYPE, Shaped
 from torch import Tensor
 
 from specbranch.lab.inflation.shapes import SHAPES
+from specbranch.models.files.matrix import ROUNDED_KINDS
 from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu import attention
 from specbranch.models.gpu.choice import Chooser
@@ -53,9 +54,10 @@ class Case:
         """Take a name apart."""
         rest, _, context = named.partition("@")
         shape, _, stored = rest.partition(":")
-        if shape not in SHAPES or stored not in ("", "bfloat16", "int8", "int4") or not (context or "0").isdigit():
+        if shape not in SHAPES or stored not in ("", "bfloat16", *ROUNDED_KINDS) or not (context or "0").isdigit():
             raise argparse.ArgumentTypeError(
-                f"{named!r}; expected a shape ({', '.join(SHAPES)}), then :int8 or :int4, then @CONTEXT"
+                f"{named!r}; expected a shape ({', '.join(SHAPES)}), then :KIND of weights "
+                f"({', '.join(ROUNDED_KINDS)}), then @CONTEXT"
             )
         return cls(named, shape, stored or "bfloat16", int(context or 1000))
 

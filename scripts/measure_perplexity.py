@@ -1,10 +1,14 @@
-"""Compare stored weights and quantised KV caches with float32 and llama.cpp: perplexity of a GGUF file on a fixed text.
+"""Compare stored weights and quantised KV caches with float32 and llama.cpp: perplexity of a model on a fixed text.
 
 All have the same tokens and windows. The text is that of our own suite's articles. Each window is computed from its
 first token; its second half is scored. llama.cpp runs in a process of its own, if --llama names an interpreter with the
 package xllamacpp. It decodes token by token, with the next token of the text forced, and returns its probability.
 
     python scripts/measure_perplexity.py MODEL.gguf --llama /path/to/venv/bin/python
+
+With --weights it compares float32 with other kinds of weights instead, for any model, and prints a table:
+
+    python scripts/measure_perplexity.py MODEL --weights bfloat16,int8,fp8,int4 --text docs/*.md
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import math
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 ROWS = 64  # tokens that are scored at once
@@ -26,6 +31,8 @@ def main() -> None:
     options.add_argument("model")
     options.add_argument("--windows", type=int, default=4)
     options.add_argument("--window", type=int, default=256, help="tokens in each")
+    options.add_argument("--weights", metavar="KINDS", help="kinds of weights to compare with float32, with commas")
+    options.add_argument("--text", nargs="+", metavar="FILE", help="the text, instead of our own suite's articles")
     options.add_argument("--threads", type=int, default=2)
     options.add_argument("--llama", metavar="PYTHON", help="an interpreter that has xllamacpp")
     options.add_argument("--only", choices=["llama"], help="for internal use: one part, in a process of its own")
@@ -33,7 +40,10 @@ def main() -> None:
     if given.only:
         print("@" + json.dumps(by_llama(given.model, json.load(sys.stdin), given.threads)))
         return
-    texts = windows(given.model, given.windows, given.window)
+    texts = windows(given.model, given.windows, given.window, given.text)
+    if given.weights:
+        print_kinds(given.model, texts, given.weights.split(","), given.threads)
+        return
     found: dict[str, Any] = {"tokens": sum(len(text) // 2 for text in texts)}
     floats, stored = (ours(given.model, texts, weights, None, given.threads) for weights in ("float32", "stored"))
     found["float32"], found["stored"] = perplexity(floats["said"]), perplexity(stored["said"])
@@ -58,12 +68,36 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def windows(model: str, many: int, length: int) -> list[list[int]]:
-    """The first tokens of our articles, cut into windows."""
+def print_kinds(model: str, texts: list[list[int]], kinds: list[str], threads: int) -> None:
+    """Print a table of kinds of weights, and the same as JSON."""
+    exact = ours(model, texts, "float32", None, threads)
+    found: dict[str, Any] = {"tokens": len(exact["said"]), "float32": {"perplexity": perplexity(exact["said"])}}
+    print(f"| weights | perplexity | ratio | standard error | KL | best token equal |  ({found['tokens']} tokens)")
+    print(f"| float32 | {found['float32']['perplexity']:.3f} | 1 | | | |", flush=True)
+    for kind in kinds:
+        small = ours(model, texts, kind, None, threads)
+        apart = divergence("", exact["logits"], small["logits"])
+        kl, equal = apart.values()
+        here = {"perplexity": perplexity(small["said"]), "error": uncertainty(small["said"], exact["said"])}
+        here |= {"ratio": here["perplexity"] / found["float32"]["perplexity"], "kl": kl, "equal": equal}
+        found[kind] = here
+        print(
+            f"| {kind} | {here['perplexity']:.3f} | {here['ratio']:.4f} | {here['error']:.4f} | {kl:.4f} | "
+            f"{equal:.1%} |",
+            flush=True,
+        )
+    print(json.dumps(found))
+
+
+def windows(model: str, many: int, length: int, files: list[str] | None = None) -> list[list[int]]:
+    """The first tokens of our articles, or of some files, cut into windows."""
     from specbranch.assembly import ModelChoice, load_tokenizer
     from specbranch.lab.suites.suite import load_suite
 
-    text = "\n\n".join(prompt.turns[0].partition("\n\n")[2] for prompt in load_suite("own-summary").prompts)
+    if files:
+        text = "\n\n".join(Path(file).read_text(encoding="utf-8") for file in files)
+    else:
+        text = "\n\n".join(prompt.turns[0].partition("\n\n")[2] for prompt in load_suite("own-summary").prompts)
     ids = load_tokenizer(ModelChoice(model)).encode(text)
     if len(ids) < many * length:
         raise SystemExit(

@@ -28,7 +28,8 @@ MOST_NODES = 128  # of the KV cache's tail: lookahead's window and candidates fi
 NGRAMS = (3, 16)  # shortest and longest n-gram of lookahead decoding
 ExecutorName = Literal["serial", "process", "streams"]
 OVERLAPPING: tuple[ExecutorName, ...] = ("process", "streams")  # executors that run draft and target at once
-WeightsName = Literal["float32", "bfloat16", "int8", "int4", "stored"]  # how matrices are stored
+# how matrices are stored
+WeightsName = Literal["float32", "bfloat16", "int8", "fp8", "fp8-block", "int4", "int4-64", "int4-32", "stored"]
 WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
 RunnerName = Literal["auto", "native", "transformers"]
 RUNNERS: tuple[RunnerName, ...] = get_args(RunnerName)
@@ -339,8 +340,9 @@ class LoadOptions:
         device_map: "auto" spreads the target over all GPUs, by the transformers runner; the draft stays on one
             device. Default None: one device.
         weights: how the target's weight matrices are stored. Default None: in the dtype; on a CPU, a quantised GGUF
-            file keeps its own format ("stored"). "int8", "int4" and "stored" are quantised: every method gives the
-            text of plain decoding with the quantised weights.
+            file keeps its own format ("stored"), and so does a quantised checkpoint on any device. "int8", "fp8",
+            "int4" and their like are quantised: every method gives the text of plain decoding with the quantised
+            weights.
         draft_weights: the same for the draft.
         context_length: the maximum number of tokens of a prompt and its answer together. Default None: the model's.
         cache_tokens: the KV slots of each model, for all requests together. Default None: what fits in memory.

@@ -43,7 +43,7 @@ MISTAKES = {
     "unknown weights": (["--weights", "int5"], "Unknown storage of weights 'int5'. Did you mean 'int"),
     "unknown weights of a draft that is not used": (
         ["--draft-weights", "int"],
-        "Known: bfloat16, float32, int4, int8, stored.",
+        "Known: bfloat16, float32, fp8, fp8-block, int4, int4-32, int4-64, int8, stored.",
     ),
     "weights of another precision": (
         ["--weights", "float32", "--dtype", "float64", "--device", "cpu"],

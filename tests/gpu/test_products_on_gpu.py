@@ -10,16 +10,18 @@ import torch
 from specbranch.models.cpu.linear import PlainLinear
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.forward.stored_linear import StoredLinear
-from specbranch.models.gpu.kernel_step import PINNED, Stored, cut_of, product_of
+from specbranch.models.gpu.kernel_step import BITS, PINNED, Stored, cut_of, product_of
 
 pytestmark = pytest.mark.gpu
 SMALL = [("qkv", 960, 576), ("down", 576, 1536), ("head", 301, 384), ("qkv", 2048, 1536), ("down", 1536, 8960)]
-CASES = [
+CASES: list[tuple[Stored, str, int, int]] = [
     (stored, *case)
     for stored, cuts in PINNED.items()
     for case in [*cuts, *SMALL]
     if stored != "int4" or case[2] % 128 == 0
 ]
+UNPINNED = [kind for kind in BITS if kind not in PINNED and kind != "int4-zeros"]
+CASES += [(stored, *case) for stored in UNPINNED for case in SMALL]
 NO_NORM = SimpleNamespace(qk_norm=False, head_dim=128)
 
 
@@ -62,8 +64,7 @@ def test_a_row_has_the_same_bits_in_a_tile_of_any_size(
     x = (torch.randn(2048, ins, device="cuda") * spread).to(dtype)
     linear = PlainLinear(weight, None) if stored == "plain" else StoredLinear(Matrix(weight).stored_as(stored))
     expected = (
-        x.float()
-        @ (weight if stored == "plain" else Matrix(linear.weight, None, linear.scale).widened(torch.float32)).float().T
+        x.float() @ (linear.matrix.widened(torch.float32) if isinstance(linear, StoredLinear) else weight).float().T
     ).cpu()
     rows = (0, 15, 17, 31, 64, 100, 129, 300, 511, 2047)
     alone = torch.cat([multiplied(name, linear, x[row : row + 1]) for row in rows])

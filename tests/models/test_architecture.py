@@ -115,7 +115,7 @@ def test_qwen_window_counts_only_when_switched_on() -> None:
         ({"partial_rotary_factor": 0.5}, "only 0.5 of each head"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"'dynamic' rotary scaling.*runner='transformers'"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "no rope_scaling.low_freq_factor"),
-        ({"quantization_config": {"quant_method": "awq"}}, "'awq' quantisation"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' quantisation"),
         ({"hidden_size": None}, "no hidden_size; expected a whole number"),
         ({"num_key_value_heads": 3}, "4 attention heads over 3 key heads"),
     ],

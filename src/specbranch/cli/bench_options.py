@@ -22,8 +22,8 @@ PROMPTS = {
 }
 WEIGHTS_OPTION: dict[str, Any] = {
     "metavar": "TYPE",
-    "help": "Storage type of the target's weight matrices: float32, bfloat16, int8, int4 or stored "
-    "[stored for a quantised GGUF on a CPU].",
+    "help": "Storage type of the target's weight matrices: float32, bfloat16, int8, fp8, fp8-block, int4, "
+    "int4-64, int4-32 or stored [stored for a quantised checkpoint, and for a quantised GGUF on a CPU].",
 }
 DRAFT_WEIGHTS_OPTION: dict[str, Any] = {
     "metavar": "TYPE",

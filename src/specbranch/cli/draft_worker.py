@@ -60,8 +60,8 @@ _link, _ray, _model = (options_of(title) for title in ("Link", "Ray", "Draft"))
 @_model(
     "--draft-weights",
     metavar="TYPE",
-    help="Storage type of its weight matrices: float32, bfloat16, int8, int4 or stored [stored (on a GPU: int8) if "
-    "its file is in int8, else --dtype].",
+    help="Storage type of its weight matrices: float32, bfloat16, int8, fp8, fp8-block, int4, int4-64, int4-32 or "
+    "stored [stored (on a GPU: int8) if its file is in int8, else --dtype].",
 )
 @_model(
     "--target",

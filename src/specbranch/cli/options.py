@@ -76,9 +76,10 @@ TARGET = (
     _model(
         "--weights",
         metavar="TYPE",
-        help="Storage type of the target's weight matrices: float32, bfloat16, int8, int4 or stored. "
-        "'stored' keeps the blocks of a quantised GGUF file and multiplies in integers. With int8, "
-        "int4 and stored the target may write another text [stored for a quantised GGUF on a CPU if "
+        help="Storage type of the target's weight matrices: float32, bfloat16, int8, fp8, "
+        "fp8-block, int4, int4-64, int4-32 or stored. 'stored' keeps a quantised checkpoint as it is; of a quantised "
+        "GGUF file it keeps the blocks and multiplies in integers. All but float32 and bfloat16 are rounded, so that "
+        "the target may write another text [stored for a quantised checkpoint, and for a quantised GGUF on a CPU if "
         "--dtype is not given, else --dtype].",
     ),
     _model(

@@ -20,8 +20,9 @@ from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.identity import checked_base
 from specbranch.models.files.locate import Located, locate
+from specbranch.models.files.quantised.checkpoint import QuantisedCheckpoint, open_checkpoint
 from specbranch.models.files.sources import made_alone
-from specbranch.models.files.tensor_file import TensorSource, open_folder
+from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import read_weights
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.gpu.compiling import load_triton_early
@@ -60,8 +61,8 @@ def load_native(
     if where.type == "cuda":
         load_triton_early()
     arch, source = open_model(located)
-    weights = default_weight_storage(source, where) if weights is None and dtype is None else weights
-    precision, stored = resolve_precision(dtype, weights, where)
+    weights = weights or default_weight_storage(source, where, dtype)
+    precision, stored = resolve_precision(dtype, weights, where, source)
     context = arch.choose_context(context_length, shorten=shorten)
     weight_bytes = _block_bytes(source) if stored == "stored" else None
     kv_dtype = resolve_cache_dtype(cache_dtype, precision, where)
@@ -74,6 +75,8 @@ def load_native(
 def _block_bytes(source: TensorSource) -> int | None:
     """Return the bytes of matrices that stay in their file's blocks; raises unless the file has blocks."""
     require_blocks(source)
+    if isinstance(source, QuantisedCheckpoint):
+        return source.weight_bytes()
     return sum(stored_kinds(source).values()) if isinstance(source, GgufFile) else None
 
 
@@ -106,4 +109,4 @@ def open_model(located: Located) -> tuple[Architecture, TensorSource]:
     if generation.is_file():  # instruct models often name a second end token here only
         ends = FileValues(read_object(generation), str(generation)).ids("eos_token_id")
         arch = replace(arch, eos_ids=tuple(dict.fromkeys((*arch.eos_ids, *ends))))
-    return arch, open_folder(located.path)
+    return arch, open_checkpoint(located.path)

@@ -198,7 +198,7 @@ class RecordedPair:
     def _known(self, name: str, runner: Runner) -> str:
         """Return the key for a model's outputs; rounded weights or a rounded KV cache have their own."""
         stored, cached = stored_in(runner), cached_in(runner)
-        rounded = [stored] if stored in ("stored", "int8", "int4") else []
+        rounded = [] if stored in ("float64", "float32", "bfloat16", "float16") else [stored]
         rounded += [f"{cached}-cache"] if cached != precision(runner) else []
         return "-".join((str(self.identity[name]), *rounded))
 

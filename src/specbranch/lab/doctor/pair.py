@@ -93,9 +93,9 @@ def kernels(name: str, runner: Any) -> Finding:
         return well(about, f"the compiled step agrees with the plain one on this machine and is used{stored}.")
     if dtype != "float32":
         return note(about, f"there is no compiled step for {dtype}.", "Leave --dtype out for float32.")
-    if runner.weights == "int4":
+    if runner.weights.startswith("int4") or runner.weights == "fp8-block":
         advice = "Choose int8 with --weights, of a draft with --draft-weights."
-        return note(about, "there is no compiled step for int4.", advice)
+        return note(about, f"there is no compiled step for {runner.weights}.", advice)
     advice = "Install llvmlite if it is missing; if it is there, this processor or these shapes have no kernel."
     return note(about, "the compiled step is not used here, so that small forwards are slower.", advice)
 

@@ -18,7 +18,7 @@ from specbranch.errors import ModelError
 from specbranch.models.cache.kv_memory import page_bytes
 from specbranch.models.cpu.kernels import WEIGHT_BYTES, whole_numbers
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.matrix import INT4_GROUP, SCALE_BYTES, fits_int4
+from specbranch.models.files.matrix import INT4_KINDS, SCALE_BYTES, block_group, fitting
 
 # A pool has room for at most this many sequences of full context length, unless the user asks for more.
 MOST_SEQUENCES = {"cpu": 64, "cuda": 8}
@@ -71,8 +71,11 @@ def _mlp(hidden: int, intermediate: int) -> list[tuple[int, int]]:
 def _matrix_bytes(outs: int, ins: int, kind: WeightsName | torch.dtype, on_cpu: bool) -> int:
     if isinstance(kind, torch.dtype):
         return outs * ins * kind.itemsize
-    if kind == "int4" and fits_int4(ins):
-        return outs * ins // 2 + outs * (ins // INT4_GROUP) * SCALE_BYTES
+    kind = fitting(kind, ins)
+    if kind in INT4_KINDS:
+        return outs * ins // 2 + outs * (ins // INT4_KINDS[kind]) * SCALE_BYTES
+    if kind == "fp8-block":
+        return outs * ins + outs * (ins // block_group(ins)) * SCALE_BYTES
     layout = kind if kind in ("float32", "bfloat16") else whole_numbers() if on_cpu and kind == "int8" else "int8"
     return outs * (ins * WEIGHT_BYTES[layout] + SCALE_BYTES)
 

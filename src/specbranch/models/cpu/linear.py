@@ -53,8 +53,8 @@ def choose_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def small_linear(weight: Tensor, bias: Tensor | None, scale: Tensor) -> KernelLinear:
-    """Return x ↦ (x·Wᵀ)·scale + b for an int8 or bfloat16 weight that the kernel `takes`; may convert int8."""
-    stored = "bfloat16" if weight.dtype is torch.bfloat16 else whole_numbers()
+    """Return x ↦ (x·Wᵀ)·scale + b for a weight that the kernel `takes`; may convert it. bfloat16 holds all of fp8."""
+    stored = whole_numbers() if weight.dtype is torch.int8 else "bfloat16"
     kernel = load_kernel(stored)
     assert kernel is not None
     return KernelLinear(kernel, weight.to(STORED_AS[stored]), bias, PRODUCT_ROWS, scale)
@@ -65,7 +65,7 @@ def takes(stored: str, device: torch.device, dtype: torch.dtype) -> bool:
 
     This is not measured: with few rows memory traffic decides, which a trial with one cached matrix would not show.
     """
-    held: dict[str, WeightBits] = {"int8": whole_numbers(), "bfloat16": "bfloat16"}
+    held: dict[str, WeightBits] = {"int8": whole_numbers(), "bfloat16": "bfloat16", "fp8": "bfloat16"}
     runs = device.type == "cpu" and dtype is torch.float32 and forced_kind() in (None, "llvm")
     return runs and stored in held and load_kernel(held[stored]) is not None
 

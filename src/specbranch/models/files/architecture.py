@@ -19,6 +19,7 @@ from specbranch.models.families.family import Family, Traits
 from specbranch.models.families.operations import LayerForm, is_plain, within
 from specbranch.models.families.rotary import FACTORS, THETAS, USE_TRANSFORMERS, Rope, rope_from_config, scaled_rope
 from specbranch.models.families.table import FAMILIES, family_of_config, family_of_gguf
+from specbranch.models.files.quantised.settings import EXPERT_METHODS, QUANTISATION_KEY, read_quantisation
 from specbranch.models.files.rollback import refuse_if_cannot_roll_back
 
 if TYPE_CHECKING:
@@ -221,11 +222,12 @@ def _refuse_variants(values: FileValues, family: Family, name: str) -> None:
             f"{name} is a draft of kind {kind!r}, which reads its target's hidden states; SpecBranch runs drafts that "
             "are models of their own. Give another draft, or make one with `specbranch distill`."
         )
-    method = values.group("quantization_config").text("quant_method", "")
-    if method and method not in family.quantised_as:
+    method = values.group(QUANTISATION_KEY).text("quant_method", "")
+    if method in EXPERT_METHODS and method not in family.quantised_as:
         raise UnsupportedArchitecture(
-            f"{name} is stored in {method!r} quantisation, which the native decoder does not read. {USE_TRANSFORMERS}"
+            f"{name} is stored in {method!r} quantisation, which is read for gpt-oss only. {USE_TRANSFORMERS}"
         )
+    read_quantisation(values)  # refuses unknown kinds
 
 
 def _head_tokens(values: FileValues) -> int | None:

@@ -6,7 +6,7 @@ Owns the formats, no file. Invariant: `decode` returns, bit for bit, what the `g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class Encoding:
     size: int
     decode: Callable[[Tensor], Tensor]  # uint8 [n·size] to floats [n·block]
     dtype: torch.dtype | None = None
-    name: str = ""  # of a block type
+    name: str = ""  # of a block type, or of numbers that need scales
 
 
 def plain(dtype: torch.dtype) -> Encoding:
@@ -144,6 +144,17 @@ SAFETENSORS = {
     "BF16": plain(torch.bfloat16),
     "U8": plain(torch.uint8),  # packed numbers
     "I64": plain(torch.int64),  # token ids of a reduced head
+}
+# Numbers of quantised checkpoints, which are no weights without their scales.
+NUMBERS = {
+    name: replace(plain(dtype), name=name)
+    for name, dtype in {
+        "I32": torch.int32,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E8M0": torch.float8_e8m0fnu,
+    }.items()
 }
 
 _GGUF = {

@@ -18,6 +18,7 @@ from specbranch.models.families.operations import Experts
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.quantised.checkpoint import QuantisedCheckpoint
 from specbranch.models.files.tensor_file import TensorSource
 
 Name = Callable[[str, str, int, int], str]  # of a part, with a suffix, in a layer, of an expert
@@ -42,6 +43,23 @@ class ExpertReader:
         weight = self._read("router", ".weight", layer, (self.experts.count, self.arch.hidden), dtype)
         biased = self.experts.biased
         return Matrix(weight, self._read("router", ".bias", layer, (self.experts.count,), dtype) if biased else None)
+
+    def as_stored(self, layer: int) -> tuple[Matrix | None, Matrix | None]:
+        """Read both matrices as a quantised checkpoint stores them; None where it does not, or differs by expert."""
+        if not isinstance(self.source, QuantisedCheckpoint) or self.arch.of_family.expert_files != "separate":
+            return None, None
+        inner, hidden = self.experts.intermediate, self.arch.hidden
+        gate_up = {self._module(part, layer, one): inner for one in self._all for part in ("expert_gate", "expert_up")}
+        down = {self._module("expert_down", layer, one): hidden for one in self._all}
+        source, device = self.source, self.device
+        return source.matrix(gate_up, hidden, device), source.matrix(down, inner, device)
+
+    @property
+    def _all(self) -> range:
+        return range(self.experts.count)
+
+    def _module(self, part: str, layer: int, expert: int) -> str:
+        return self.name(part, ".weight", layer, expert).removesuffix(".weight")
 
     def gate_up(self, layer: int) -> Matrix:
         """Read gates and ups [experts·2·intermediate, hidden]."""

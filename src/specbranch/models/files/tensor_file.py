@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specbranch.errors import ModelError
 from specbranch.file_values import FileValues, read_object
-from specbranch.models.files.encodings import SAFETENSORS, Encoding
+from specbranch.models.files.encodings import NUMBERS, SAFETENSORS, Encoding
 
 # Numbers that a GPU unpacks at once, with up to eight bytes of memory for each; a multiple of every block.
 UNPACKED_NUMBERS = 1 << 23
@@ -85,6 +85,8 @@ class TensorFile:
     def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
         """Fill `into`; see TensorSource."""
         entry = self.checked(tensor, tuple(into.shape), leading=leading)
+        if entry.encoding.name in NUMBERS and entry.encoding.dtype != into.dtype:
+            raise _unread(tensor, entry.encoding.name)
         with self._opened(tensor) as file:
             _fill(file, entry, into.view(-1))
 
@@ -178,10 +180,11 @@ def _entry(tensor: str, info: dict[str, Any], data: int) -> StoredTensor:
     (begin, end), shape, dtype = info["data_offsets"], tuple(info["shape"]), info["dtype"]
     if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in (begin, *shape)):
         raise ValueError(f"{tensor} has shape {shape!r:.60} and begins at {begin!r:.60}, which are no whole numbers")
-    if dtype not in SAFETENSORS:
+    encoding = SAFETENSORS.get(dtype) or NUMBERS.get(dtype)
+    if encoding is None:
         # The error comes only when it is read: a file may have such tensors beside the weights.
         return StoredTensor(shape, data + begin, _unreadable(tensor, dtype))
-    entry = StoredTensor(shape, data + begin, SAFETENSORS[dtype])
+    entry = StoredTensor(shape, data + begin, encoding)
     if entry.end != data + end:
         raise ValueError(f"{tensor} of shape {info['shape']} does not fill its bytes {info['data_offsets']}")
     return entry
@@ -189,12 +192,16 @@ def _entry(tensor: str, info: dict[str, Any], data: int) -> StoredTensor:
 
 def _unreadable(tensor: str, dtype: str) -> Encoding:
     def decode(raw: Tensor) -> Tensor:
-        raise ModelError(
-            f"Tensor {tensor!r} is stored as {dtype}; expected one of {', '.join(SAFETENSORS)}. Load it with "
-            "runner='transformers'."
-        )
+        raise _unread(tensor, dtype)
 
     return Encoding(1, 0, decode)
+
+
+def _unread(tensor: str, dtype: str) -> ModelError:
+    return ModelError(
+        f"Tensor {tensor!r} is stored as {dtype}; expected one of {', '.join(SAFETENSORS)}. Load it with "
+        "runner='transformers'."
+    )
 
 
 class ShardedFile:

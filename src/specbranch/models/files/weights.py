@@ -24,6 +24,7 @@ from specbranch.models.files.expert_weights import ExpertReader
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.quantised.checkpoint import QuantisedCheckpoint
 from specbranch.models.files.stored_rows import Embedding, StoredRows
 from specbranch.models.files.tensor_file import TensorSource
 
@@ -95,7 +96,7 @@ class Weights:
     def stored(self) -> str:
         """How the layers' matrices are stored: "int4" or "stored" if any of them is, as not all may fit that."""
         kinds = [matrix.stored for layer in self.layers for matrix in layer.matrices]
-        return next((kind for kind in ("int4", "stored") if kind in kinds), kinds[0])
+        return next((kind for first in ("int4", "stored") for kind in kinds if kind.startswith(first)), kinds[0])
 
 
 def read_weights(
@@ -172,8 +173,8 @@ class _Reader:
     def quantised(self, matrix: Matrix) -> AnyMatrix:
         """Return a matrix as `stored` asks."""
         if self.stored == "stored":
-            # A GGUF matrix without blocks stays in floats. A draft's floats were int8 in its file, and are so again.
-            return matrix if isinstance(self.source, GgufFile) else whole_rows(matrix)
+            # What a file has in floats stays in floats. A draft's floats were int8 in its file, and are so again.
+            return matrix if isinstance(self.source, (GgufFile, QuantisedCheckpoint)) else whole_rows(matrix)
         return matrix if self.stored is None else matrix.stored_as(self.stored)
 
     def embedding(self) -> Embedding:
@@ -187,6 +188,8 @@ class _Reader:
         part, rows = "embedding" if self.arch.tied else "head", self.arch.head_tokens or self.arch.head_rows
         if (blocks := self.blocks({part: rows}, self.arch.hidden, 0, leading=True)) is not None:
             return blocks
+        if not self.arch.tied and (small := self.small({part: rows}, self.arch.hidden, 0, leading=True)) is not None:
+            return small
         tied = embedding if self.arch.tied and isinstance(embedding, Tensor) else None
         return self.quantised(Matrix(self.vocabulary_matrix(part, rows) if tied is None else tied))
 
@@ -210,6 +213,16 @@ class _Reader:
         ]
         found = read_parts(self.source, wanted, ins, leading=leading)
         return None if found is None else BlockMatrix(found)
+
+    def small(self, parts: dict[str, int], ins: int, layer: int, *, leading: bool = False) -> Matrix | None:
+        """Read a matrix as a quantised checkpoint stores it; None unless `stored` asks for that and all parts fit."""
+        if self.stored is None or not isinstance(self.source, QuantisedCheckpoint):
+            return None
+        modules = {self._name(part, "weight", layer).removesuffix(".weight"): rows for part, rows in parts.items()}
+        return self._as_stored(self.source.matrix(modules, ins, self.device, leading=leading))
+
+    def _as_stored(self, found: Matrix | None) -> Matrix | None:
+        return found if found is None or self.stored in ("stored", found.stored) else None
 
     def layer(self, index: int) -> LayerWeights:
         a, done = self.arch, index + 1
@@ -243,10 +256,18 @@ class _Reader:
     def experts(self, experts: Experts, index: int) -> tuple[Matrix, AnyMatrix, AnyMatrix]:
         """Read the router, and the experts' matrices one below the other."""
         reader = ExpertReader(self.arch, experts, self.source, self.device, self.read_in or self.dtype, self._named)
-        gate_up, down = reader.gate_up(index), reader.down(index)
-        kind: WeightsName | None = "int8" if self.stored == "stored" else self.stored
-        stored = [matrix if kind is None else matrix.stored_as(kind) for matrix in (gate_up, down)]
-        return reader.router(index, self.dtype), stored[0], stored[1]
+        gate_up, down = (None, None) if self.stored is None else map(self._as_stored, reader.as_stored(index))
+        return (
+            reader.router(index, self.dtype),
+            gate_up or self._of_experts(reader.gate_up(index)),
+            down or self._of_experts(reader.down(index)),
+        )
+
+    def _of_experts(self, matrix: Matrix) -> Matrix:
+        """Store experts that were read in floats; as blocks they would not share one matrix, so they become int8."""
+        if self.stored == "stored":
+            return matrix if isinstance(self.source, QuantisedCheckpoint) else matrix.stored_as("int8")
+        return matrix if self.stored is None else matrix.stored_as(self.stored)
 
     def sinks(self, index: int) -> Tensor:
         """Read the score of each head that has no value."""
@@ -265,6 +286,8 @@ class _Reader:
         shift = self.stacked(parts, (), "bias", layer) if bias else None
         if (blocks := self.blocks(parts, columns, layer)) is not None:
             return replace(blocks, bias=shift)
+        if (small := self.small(parts, columns, layer)) is not None:
+            return replace(small, bias=shift)
         return self.quantised(Matrix(self.stacked(parts, (columns,), "weight", layer, self.read_in), shift))
 
     def vocabulary_matrix(self, part: str, rows: int) -> Tensor:

@@ -351,6 +351,6 @@ def _linear(matrix: AnyMatrix, dtype: torch.dtype) -> Linear:
         return block_linear(matrix)
     if matrix.scale is None:
         return choose_linear(matrix.weight, matrix.bias)
-    if takes(matrix.stored, matrix.weight.device, dtype):
+    if matrix.simple and takes(matrix.stored, matrix.weight.device, dtype):
         return small_linear(matrix.weight, matrix.bias, matrix.scale)
     return StoredLinear(matrix)

@@ -18,6 +18,7 @@ from specbranch.core.pages import PAGE
 from specbranch.models.cache.kv_memory import Memory
 from specbranch.models.cpu.linear import Linear, PlainLinear
 from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.matrix import INT4_GROUPS, ZERO, Matrix
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.stored_linear import StoredLinear
 from specbranch.models.gpu.attention import begins_early, launch, triton_works
@@ -25,13 +26,16 @@ from specbranch.models.gpu.layout import MOST_STEP_ROWS, MOST_TOTAL_ROWS, Views,
 from specbranch.models.gpu.small import PLAIN_FUNCTIONS
 from specbranch.models.gpu.step import GpuStep
 
+BY_STEP = (5, 6, 10)  # forms whose loop step is a group
 ROW_TILE = 16
 # rows of a tile, by whether weights are the first operand; 64 rows as the first operand would use other instructions
 MOST_TOGETHER = {True: 64, False: 32}
 FAST_MEMORY = 200 << 10  # bytes of shared memory of a program
 PRODUCT_NAMES = ("qkv", "out", "gate_up", "down")
-Stored = Literal["plain", "int8", "int4"]  # plain: in the type that the model computes in
-BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4}
+# plain: in the type that the model computes in; int4-zeros: with zero points, in groups of any size
+Stored = Literal["plain", "int8", "int4", "int4-64", "int4-32", "int4-zeros", "fp8", "fp8-block"]
+BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4, "int4-64": 5, "int4-32": 5}
+BITS |= {"int4-zeros": 6, "fp8": 9, "fp8-block": 10}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +128,9 @@ PINNED: dict[Stored, Cuts] = {"plain": PRODUCT_CUTS, "int8": INT8_CUTS, "int4": 
 
 
 def cut_of(purpose: str, outs: int, ins: int, stored: Stored = "plain", hopper: bool = True) -> Cut:
-    """Return the tiling of a product."""
+    """Return the tiling of a product; nothing was measured of the forms that are not in `PINNED`."""
     safe = safe_cut(purpose, outs, ins, stored)
-    if not hopper:
+    if not hopper or stored not in PINNED:
         return safe
     roomy = safe if ins % 256 else replace(safe, **ROOMY.get((purpose, stored), {}))
     return PINNED[stored].get((purpose, outs, ins), roomy)
@@ -152,6 +156,7 @@ class Product:
     ins: int
     cut: Cut
     wide: tuple[Tiles, ...] = ()  # tilings for many rows
+    stored: Stored = "plain"
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return bias and scale; the weight stands in for a missing one, as a kernel needs some tensor."""
@@ -187,7 +192,7 @@ class Product:
         cut, together = tiles.cut, tiles.rows
         shape = {"ROWS": together, "TILE": cut.tile, "STEP": cut.step, "PARTS": self.cut.parts, "SWAP": cut.swap}
         unit = self.cut.step if self.cut.parts > 1 else cut.step
-        shape |= {"STORED": BITS[stored_as(self.weight)], "UNIT": unit, "CHUNKS": chunks}
+        shape |= {"STORED": BITS[self.stored], "UNIT": unit, "CHUNKS": chunks}
         shape |= {"BOXED": tiles.boxed, "JOINED": tiles.joined}
         shape |= {"EVEN": self.ins % cut.step == 0, "FULL": self.outs % cut.tile == 0, "EARLY": early}
         stages = min(cut.stages, FAST_MEMORY // (cut.step * (cut.tile * self.weight.element_size() + together * 2)))
@@ -335,16 +340,18 @@ def product_of(name: str, linear: Linear, arch: Architecture) -> Product:
     """Make a matrix ready for the kernels."""
     assert isinstance(linear, (PlainLinear, StoredLinear))
     weight, scale = linear.weight, linear.scale if isinstance(linear, StoredLinear) else None
-    stored = stored_as(weight)
-    outs, ins = weight.shape[0], weight.shape[1] * (2 if stored == "int4" else 1)
-    if scale is not None and stored == "int4":
-        scale = scale.t().contiguous()  # a loop step reads one group of all its outputs
+    stored, group = _form(linear)
+    outs, ins = weight.shape[0], weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
+    if isinstance(linear, StoredLinear) and linear.scale.dim() > 1:
+        scale = _by_group(linear.matrix)
     hopper = weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device)[0] == 9
     cut = cut_of(name, outs, ins, stored, hopper)
+    if BITS[stored] in BY_STEP:
+        cut = replace(cut, step=group)
     if name == "qkv" and arch.qk_norm:
         cut = Cut(arch.head_dim, cut.step, swap=cut.swap)  # a norm is over a whole head
     wide = wide_tiles(name, cut, arch.head_dim) if hopper and stored == "plain" else ()
-    return Product(weight, linear.bias, scale, outs, ins, cut, wide)
+    return Product(weight, linear.bias, scale, outs, ins, cut, wide, stored)
 
 
 def wide_tiles(name: str, cut: Cut, head_dim: int) -> tuple[Tiles, ...]:
@@ -371,13 +378,23 @@ def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
         and arch.head_dim in (64, 128)
         and arch.hidden % 64 == 0 == arch.intermediate % 64
     )
-    known = all(isinstance(linear, (PlainLinear, StoredLinear)) and linear.weight.is_contiguous() for linear in linears)
+    known = all(map(_known, linears))
     alike = (
-        all(len({getattr(layer, name).weight.dtype for layer in decoder.layers}) == 1 for name in PRODUCT_NAMES)
+        all(len({_alike(getattr(layer, name)) for layer in decoder.layers}) == 1 for name in PRODUCT_NAMES)
         if known
         else False
     )
     return suits and alike and triton_works(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
+
+
+def _known(linear: Linear) -> bool:
+    """True if the kernels multiply by this matrix."""
+    if isinstance(linear, StoredLinear):
+        found = linear.matrix
+        plain_zeros = found.zero is None or found.packed
+        fits = found.stored in BITS and (linear.scale.dim() == 1 or found.group in INT4_GROUPS)
+        return fits and plain_zeros and found.order is None and linear.weight.is_contiguous()
+    return isinstance(linear, PlainLinear) and linear.weight.is_contiguous()
 
 
 def step_of(decoder: Decoder, memory: Memory) -> GpuStep:
@@ -385,9 +402,26 @@ def step_of(decoder: Decoder, memory: Memory) -> GpuStep:
     return KernelStep(decoder, memory) if kernels_fit(decoder, memory) else GpuStep(decoder, memory)
 
 
-def stored_as(weight: Tensor) -> Stored:
-    """Return how a matrix is stored."""
-    return "int8" if weight.dtype is torch.int8 else "int4" if weight.dtype is torch.uint8 else "plain"
+def _form(linear: PlainLinear | StoredLinear) -> tuple[Stored, int]:
+    """Return how a matrix is stored, and how many inputs share a scale."""
+    if isinstance(linear, PlainLinear):
+        return "plain", 0
+    if linear.matrix.zero is not None:
+        return "int4-zeros", linear.matrix.group
+    return next(kind for kind in BITS if kind == linear.matrix.stored), linear.matrix.group
+
+
+def _by_group(matrix: Matrix) -> Tensor:
+    """Return scales [groups, outputs], as a loop step reads one group of all its outputs, and zeros behind them."""
+    assert matrix.scale is not None
+    if matrix.zero is None:
+        return matrix.scale.t().contiguous()
+    return torch.cat((matrix.scale.t(), matrix.zero.t().float() - ZERO))
+
+
+def _alike(linear: PlainLinear | StoredLinear) -> tuple[torch.dtype, Stored, int]:
+    """Return what must be the same of a product in all layers."""
+    return linear.weight.dtype, *_form(linear)
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:

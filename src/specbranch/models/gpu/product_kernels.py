@@ -8,7 +8,9 @@ Owns the order of every sum. Invariant: a row's bits depend neither on other row
 
 A layer writes the residual stream twice: as it is, and times the next norm's weights, as the next product reads it.
 Each tile writes the sum of its squares; the next product divides by their root. STORED is 0 for plain weights, 8
-for int8 with a scale for each output, and 4 for int4 with a scale for each 128 inputs. With BOXED, x and w are tensor
+for int8 and 9 for fp8 with a scale for each output, and 4 for int4 with a scale for each 128 inputs. It is 5 for int4
+and 10 for fp8 with a scale for each group of inputs, which is the loop step then; 6 for such int4 with zeros, which lie
+behind the scales, less 8. With BOXED, x and w are tensor
 descriptors, whose boxes the memory unit of a Hopper GPU copies by itself (TMA); bits are the same. UNIT is the loop
 step of a product's tiling for few rows: split-K parts begin at multiples of it with every tiling. Buffers have whole
 tiles of rows: padding rows are computed, too, and nobody reads them. If kernels may start early (EARLY), each waits for
@@ -91,11 +93,13 @@ def _product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.constexpr,
     """
     if STORED == 4:
         acc = _nibble_product(x, w, scale, columns, there, first, N, K, part, ROWS, TILE, STEP, PARTS, FULL)
+    elif (STORED == 5) or (STORED == 6) or (STORED == 10):
+        acc = _group_product(x, w, scale, columns, there, first, N, K, part, ROWS, TILE, STEP, PARTS, FULL, STORED)
     else:
         acc = _whole_product(x, w, columns, there, first, K, part, ROWS, TILE, STEP, PARTS, SWAP, EVEN, FULL, STORED)
     if EARLY:
         gdc_launch_dependents()
-    if STORED == 8:
+    if (STORED == 8) or (STORED == 9):
         acc *= tl.load(scale + columns, mask=there, other=0.0)[None, :]
     return acc
 
@@ -119,7 +123,7 @@ def _whole_product(x, w, columns, there, first, K, part,
             of_w = tl.load(w_at, mask=there[:, None] & (k < K)[None, :], other=0)
             of_x = tl.load(x_at, mask=(k < K)[None, :], other=0.0)
             k += STEP
-        if STORED == 8:
+        if (STORED == 8) or (STORED == 9):
             of_w = of_w.to(of_x.dtype)
         acc = tl.dot(of_w, tl.trans(of_x), acc) if SWAP else tl.dot(of_x, tl.trans(of_w), acc)
         w_at += STEP
@@ -173,6 +177,40 @@ def _nibble_product(x, w, scale, columns, there, first, N, K, part,
         acc += sums * by[None, :]
         w_at += 64
         x_at += 128
+        scale_at += N
+    return acc
+
+
+@triton.jit
+def _group_product(x, w, scale, columns, there, first, N, K, part,
+                   ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+                   FULL: tl.constexpr, STORED: tl.constexpr):  # fmt: skip
+    """Multiply by weights with a scale for each group of inputs; a loop step is a group."""
+    groups = K // STEP
+    begin = groups * part // PARTS
+    WIDTH: tl.constexpr = STEP if STORED == 10 else STEP // 2  # bytes of a group
+    r = first + tl.arange(0, ROWS)
+    i = tl.arange(0, WIDTH)
+    w_at = w + columns.to(tl.int64)[:, None] * (groups * WIDTH) + (begin * WIDTH + i)[None, :]
+    x_at = x + r[:, None] * K + (begin * STEP + i)[None, :]
+    scale_at = scale + begin * N + columns  # [groups, outputs]
+    acc = tl.zeros((ROWS, TILE), tl.float32)
+    for _ in range(groups * (part + 1) // PARTS - begin):
+        of_w = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0)
+        of_x = tl.load(x_at)
+        by = tl.load(scale_at) if FULL else tl.load(scale_at, mask=there, other=0.0)
+        if STORED < 10:
+            of_low, of_high = _nibbles(of_w, of_x.dtype)
+            if STORED == 6:  # all of these are whole numbers from -15 to 15
+                shift = tl.load(scale_at + groups * N, mask=there, other=0.0).to(of_x.dtype)[:, None]
+                of_low, of_high = of_low - shift, of_high - shift
+            sums = tl.dot(of_x, tl.trans(of_low))
+            sums = tl.dot(tl.load(x_at + WIDTH), tl.trans(of_high), sums)
+        else:
+            sums = tl.dot(of_x, tl.trans(of_w.to(of_x.dtype)))
+        acc += sums * by[None, :]
+        w_at += WIDTH
+        x_at += STEP
         scale_at += N
     return acc
 

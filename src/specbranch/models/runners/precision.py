@@ -15,9 +15,10 @@ from specbranch.errors import BadParameter
 from specbranch.models.cpu.block_kernels import runs_blocks
 from specbranch.models.cpu.linear import takes
 from specbranch.models.files.block_reader import stored_kinds
-from specbranch.models.files.blocks import FORMS
+from specbranch.models.files.blocks import FORMS, AnyMatrix
 from specbranch.models.files.gguf_file import GgufFile
-from specbranch.models.files.matrix import INT4_GROUP
+from specbranch.models.files.matrix import INT4_KINDS, ROUNDED_KINDS, Matrix
+from specbranch.models.files.quantised.checkpoint import QuantisedCheckpoint
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import Weights
 
@@ -25,15 +26,19 @@ log = logging.getLogger("specbranch")
 
 
 def resolve_precision(
-    dtype: str | torch.dtype | None, weights: WeightsName | None, device: torch.device
+    dtype: str | torch.dtype | None,
+    weights: WeightsName | None,
+    device: torch.device,
+    source: TensorSource | None = None,
 ) -> tuple[torch.dtype, WeightsName | None]:
     """Return the precision to compute in, and how matrices are stored; None: in that precision.
 
     If `dtype` is None, the precision is float32 on a CPU and bfloat16 elsewhere. Float weights that the device cannot
-    multiply in that precision are the exception: the model computes in their type.
+    multiply in that precision are the exception: the model computes in their type. The matrices of a quantised
+    checkpoint, `source`, may stay as they are in any precision.
     """
     usual, asked = torch.float32 if device.type == "cpu" else torch.bfloat16, _dtype(dtype)
-    if weights is None or weights in ("int8", "int4"):
+    if weights is None or weights in ROUNDED_KINDS or (weights == "stored" and isinstance(source, QuantisedCheckpoint)):
         return asked or usual, weights
     if weights == "stored":
         if device.type == "cpu" and asked in (None, torch.float32):
@@ -55,8 +60,18 @@ def resolve_precision(
     )
 
 
-def default_weight_storage(source: TensorSource, device: torch.device) -> WeightsName | None:
-    """Return how matrices are stored by default: on a CPU GGUF blocks stay as they are; None: in the dtype."""
+def default_weight_storage(
+    source: TensorSource, device: torch.device, dtype: str | torch.dtype | None = None
+) -> WeightsName | None:
+    """Return how matrices are stored by default; None: in the dtype.
+
+    Those of a quantised checkpoint stay as they are. So do GGUF blocks on a CPU unless a `dtype` was asked for: their
+    product rounds activations, too.
+    """
+    if isinstance(source, QuantisedCheckpoint):
+        return "stored"
+    if dtype is not None:
+        return None
     kinds = stored_kinds(source) if isinstance(source, GgufFile) else {}
     return "stored" if kinds and runs_blocks(device, [FORMS[kind][0] for kind in kinds]) else None
 
@@ -78,11 +93,13 @@ def resolve_cache_dtype(asked: str | None, dtype: torch.dtype, device: torch.dev
 
 
 def require_blocks(source: TensorSource) -> None:
-    """Raise a BadParameter unless the file is a GGUF file with matrices in blocks that have a CPU kernel."""
+    """Raise a BadParameter unless the file is a quantised checkpoint, or a GGUF file with blocks of a CPU kernel."""
+    if isinstance(source, QuantisedCheckpoint):
+        return
     if not isinstance(source, GgufFile) or not stored_kinds(source):
         raise BadParameter(
-            f"weights is 'stored', but {source.name} is no GGUF file with matrices in any of {', '.join(FORMS)}. Leave "
-            "--weights out, or use int8."
+            f"weights is 'stored', but {source.name} is no quantised checkpoint and no GGUF file with matrices "
+            f"in any of {', '.join(FORMS)}. Leave --weights out, or use int8."
         )
 
 
@@ -90,7 +107,7 @@ def resolve_single_dtype(dtype: torch.dtype | None, weights: WeightsName | None,
     """Return the precision of a runner that stores matrices in the type it computes in; refuse all other `weights`."""
     if weights is None or (dtype is not None and weights == name_of(dtype)):
         return dtype
-    own = None if weights in ("int8", "int4", "stored") or dtype is not None else getattr(torch, weights)
+    own = None if weights in (*ROUNDED_KINDS, "stored") or dtype is not None else getattr(torch, weights)
     if isinstance(own, torch.dtype):
         return own
     raise BadParameter(
@@ -101,19 +118,28 @@ def resolve_single_dtype(dtype: torch.dtype | None, weights: WeightsName | None,
 
 
 def warn_about_int4(weights: Weights, asked: WeightsName | None, device: torch.device) -> None:
-    """Warn if int4 was asked for and some matrices are in int8, or if the device has no int4 kernel."""
-    if asked != "int4":
-        return
+    """Warn if int4 was asked for and some matrices are in int8, or if the device has no kernel for the weights."""
     kinds = [matrix.stored for matrix in weights.matrices]
-    if others := kinds.count("int8"):
+    if asked in INT4_KINDS and (others := kinds.count("int8")):
         log.warning(
-            "%d of %d matrices are in int8: int4 needs a multiple of %d inputs.", others, len(kinds), INT4_GROUP
+            "%d of %d matrices are in int8: %s needs a multiple of %d inputs.",
+            others,
+            len(kinds),
+            asked,
+            INT4_KINDS[asked],
         )
-    if "int4" in kinds and device.type == "cpu":
+    slow = next((kind for kind, matrix in zip(kinds, weights.matrices, strict=True) if _is_slow(matrix)), None)
+    if slow is not None and device.type == "cpu":
         log.warning(
-            "int4 has no kernel on CPUs: every step writes its matrices out, which is slow. Use --weights int8 "
-            "(--draft-weights)."
+            "%s has no kernel on CPUs: every step writes its matrices out, which is slow. Use --weights int8 "
+            "(--draft-weights).",
+            slow,
         )
+
+
+def _is_slow(matrix: AnyMatrix) -> bool:
+    """True if a CPU has no kernel for a matrix."""
+    return isinstance(matrix, Matrix) and matrix.scale is not None and (matrix.scale.dim() > 1 or not matrix.simple)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -89,8 +89,8 @@ def _weight(linear: object) -> Tensor:
 def _floats(weight: object) -> Tensor:
     if not isinstance(weight, Tensor):
         raise BadParameter(
-            "Weights in int8, int4 or blocks cannot be shared with transformers, which has no kernel for them. Leave "
-            "its methods (hf-…) out of --methods, or run in plain floats."
+            "Weights in int8, int4, fp8 or blocks cannot be shared with transformers, which has no kernel for them. "
+            "Leave its methods (hf-…) out of --methods, or run in plain floats."
         )
     return weight
 

@@ -1,0 +1,77 @@
+"""Products of stored weights on a GPU: kernels in Triton's interpreter, compiled, and what they are not made for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from run_product_kernels import NO_NORM, linear_of
+from specbranch.models.cpu.linear import PlainLinear
+from specbranch.models.files.matrix import INT4_GROUPS, ROUNDED_KINDS, Matrix
+from specbranch.models.forward.stored_linear import StoredLinear
+from specbranch.models.gpu.kernel_step import BITS, BY_STEP, Stored, _known, product_of
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None or "SPECBRANCH_TRITON_TESTS" not in os.environ,
+    reason="they need Triton, a minute or two, and SPECBRANCH_TRITON_TESTS=1",
+)
+SMALL: list[Stored] = [kind for kind in BITS if kind != "plain"]
+
+
+@needs_triton
+@pytest.mark.parametrize("stored", SMALL)
+def test_a_stored_product_in_the_interpreter_is_right_and_has_the_same_bits_among_any_rows(stored: Stored) -> None:
+    assert run_kernels("interpret", stored) == f"{stored} 2\n"
+
+
+@needs_triton
+@pytest.mark.parametrize("stored", SMALL)
+def test_a_stored_product_compiles_for_a_gpu(stored: Stored) -> None:
+    assert run_kernels("compile", stored).count("True") == 4
+
+
+def run_kernels(*arguments: str) -> str:
+    """Run Triton in a process of its own: its interpreter replaces its functions."""
+    child = Path(__file__).with_name("run_product_kernels.py")
+    done = subprocess.run([sys.executable, str(child), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def numbers(outs: int, ins: int) -> torch.Tensor:
+    return torch.randn(outs, ins, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("stored", BITS)
+@pytest.mark.parametrize("ins", [384, 576])
+def test_a_loop_step_of_a_grouped_form_is_a_group(stored: Stored, ins: int) -> None:
+    linear = linear_of(stored, numbers(64, ins))
+    product = product_of("down", linear, NO_NORM)
+    assert (product.outs, product.ins) == (64, ins) and ins % product.cut.step == 0
+    expected = "int4-zeros" if stored == "int4-zeros" else getattr(getattr(linear, "matrix", None), "stored", "plain")
+    assert product.stored == expected
+    if BITS[product.stored] in BY_STEP:
+        assert isinstance(linear, StoredLinear) and product.cut.step == linear.matrix.group in INT4_GROUPS
+        groups = ins // product.cut.step * (2 if stored == "int4-zeros" else 1)
+        assert product.scale is not None and product.scale.shape == (groups, 64)
+        assert not product.cut.swap
+
+
+def test_the_kernels_take_zeros_of_int4_alone_no_order_and_no_other_groups() -> None:
+    for kind in ROUNDED_KINDS:
+        small = Matrix(numbers(64, 384)).stored_as(kind)
+        assert _known(StoredLinear(small))
+        zero = torch.ones(64, 384 // small.group, dtype=torch.int8)
+        assert _known(StoredLinear(replace(small, zero=zero))) == kind.startswith("int4")
+        assert not _known(StoredLinear(replace(small, order=torch.arange(384))))
+    grouped = Matrix(torch.ones(64, 384, dtype=torch.int8), None, torch.ones(64, 12))
+    assert grouped.stored == "int8-32" and not _known(StoredLinear(grouped))
+    odd = Matrix(numbers(64, 384)).stored_as("fp8-block").in_groups(16)
+    assert not _known(StoredLinear(odd)) and _known(PlainLinear(numbers(4, 64), None))
