@@ -13,12 +13,14 @@ import os
 import random
 import re
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from specbranch.cluster.ray_address import check_reachable
 from specbranch.errors import BadParameter, ModelError, SpecBranchError
 from specbranch.exec.address import KEY_VARIABLE, LEAST_KEY, LinkAddress
 from specbranch.exec.door import bound
@@ -143,11 +145,12 @@ def connect_ray(address: str | None) -> None:
     RAY.require()
     for variable, value in OURS.items():
         os.environ.setdefault(variable, value)
+    where = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return
+    check_reachable(where)
     import ray
 
-    if ray.is_initialized():
-        return
-    where = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # of many kinds
