@@ -10,7 +10,7 @@ import socket
 
 from specbranch.errors import BadParameter
 
-CONNECT_SECONDS = 5.0
+LOOK_FOR_RAY_SECONDS = 5.0
 FEWER_TRIES = "RAY_NUM_REDIS_GET_RETRIES", "2"  # by default 20, of 40 seconds each
 
 
@@ -24,7 +24,7 @@ def check_reachable(address: str) -> None:
     if not colon or "/" in address:
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), LOOK_FOR_RAY_SECONDS).close()
     except (OSError, ValueError, OverflowError) as error:
         said = getattr(error, "strerror", None) or error
         raise BadParameter(

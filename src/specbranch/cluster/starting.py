@@ -17,7 +17,7 @@ from specbranch.cluster.deployment import REPLICA_NAME
 from specbranch.errors import BadParameter, ModelError
 
 log = logging.getLogger("specbranch.serve")
-LOOK_SECONDS = 5.0  # between two looks at what Ray says
+ASK_RAY_SECONDS = 5.0  # between two looks at what Ray says
 MOST_SAID = 600  # characters of what Ray says
 
 
@@ -40,7 +40,7 @@ def running(app: Any, name: str) -> DeploymentHandle[Any]:
 def _tell(name: str, is_over: threading.Event) -> None:
     """Log what Ray says of replicas that do not start, each sentence once."""
     before = ""
-    while not is_over.wait(LOOK_SECONDS):
+    while not is_over.wait(ASK_RAY_SECONDS):
         try:
             said = _message(name)
         except Exception:  # of any kind, once Ray ends
