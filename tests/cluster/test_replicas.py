@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -25,10 +26,11 @@ import pytest
 
 from specbranch import LLM, SamplingParams
 from specbranch.cli.main import run
-from specbranch.cluster.run import gpus_of_each
-from specbranch.cluster.settings import Scale
-from specbranch.errors import BadParameter
+from specbranch.cluster.run import _serve, gpus_of_each
+from specbranch.cluster.settings import Scale, Share
+from specbranch.errors import BadParameter, MissingPackage
 from specbranch.serve.keys import new_key
+from specbranch.serve.settings import ServerSettings
 
 WAIT = 240.0  # seconds after which a test gives up
 TINY = ("--device", "cpu", "--dtype", "float64", "--context-length", "480", "--model-name", "tiny", "--port", "0")
@@ -302,6 +304,13 @@ def test_a_ray_cluster_that_is_not_there_is_a_sentence_at_once(
 def test_options_of_replicas_need_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--port", "0", "--max-replicas", "3"]) == 2
     assert "max_replicas: this needs --replicas N" in capsys.readouterr().err
+
+
+def test_a_ray_without_serve_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.delitem(sys.modules, "ray.serve", raising=False)
+    with pytest.raises(MissingPackage, match=r"Replicas need Ray Serve .*pip install 'specbranch\[ray\]'"):
+        _serve({}, ServerSettings(), Scale(), Share(1.0, 0.0), [])
 
 
 def test_without_ray_a_sentence_says_how_to_install_it(

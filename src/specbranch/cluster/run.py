@@ -18,7 +18,8 @@ from typing import Any
 
 from specbranch.cluster.ray_start import LOOPBACK, cores, gpus_of_cluster, ray_session, unless_stuck
 from specbranch.cluster.settings import Scale, Share
-from specbranch.errors import BadParameter
+from specbranch.errors import BadParameter, MissingPackage
+from specbranch.extras import RAY
 from specbranch.serve.logs import write_json
 from specbranch.serve.settings import ServerSettings
 
@@ -45,7 +46,10 @@ def _serve(
     share: Share,
     sockets: list[socket.socket],
 ) -> None:
-    from ray import serve
+    try:
+        from ray import serve
+    except ImportError as error:  # Ray without its own extra
+        raise MissingPackage(f"Replicas need Ray Serve ({error}). Install it with: {RAY.command}.") from None
 
     from specbranch.cluster.deployment import RayReplicas, deployed
     from specbranch.cluster.front import Front, create_front
