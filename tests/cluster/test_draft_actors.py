@@ -148,6 +148,15 @@ def test_a_target_outlives_ray_and_the_command_that_keeps_the_workers_does_not(m
     assert int(os.environ[variable]) > 86_400
 
 
+@pytest.mark.slow  # it imports Ray
+def test_a_target_has_no_thread_that_listens_to_rays_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one, and without the head, answers stood still for 25 to 40 seconds."""
+    worker = pytest.importorskip("ray._private.worker")
+    monkeypatch.setattr(worker, "listen_error_messages", worker.listen_error_messages)  # fails if Ray renames it
+    actors._hear_no_daemons()
+    assert worker.listen_error_messages(None, None) is None
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A Ray cluster on this machine whose head has no room for drafts."""

@@ -164,6 +164,8 @@ def connect_ray(address: str | None, outlive: bool = False) -> None:
     check_reachable(where)
     import ray
 
+    if outlive:
+        _hear_no_daemons()
     try:
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # of many kinds
@@ -171,6 +173,18 @@ def connect_ray(address: str | None, outlive: bool = False) -> None:
         raise BadParameter(
             f"Ray does not answer at {where!r} ({said}). Start it on a node for drafts: {START_RAY}"
         ) from None
+
+
+def _hear_no_daemons() -> None:
+    """Keep Ray from listening for errors of its daemons.
+
+    Without the cluster's head, the thread that listens holds the interpreter's lock for half a minute at a time, and
+    no round goes on.
+    """
+    from ray._private import worker
+
+    if hasattr(worker, "listen_error_messages"):
+        worker.listen_error_messages = lambda *_: None
 
 
 def wheres(name: str) -> dict[str, Where | None]:
