@@ -60,14 +60,17 @@ def _serve(
     name = f"specbranch-{sockets[0].getsockname()[1] if sockets else 'unix'}-{os.getpid()}"
     _quiet_ray()
     serve.start(proxy_location="Disabled")
+    must_delete = scale.ray_address is not None  # a Ray of our own ends anyhow; until replicas run, this may be stuck
     try:
         app = deployed(EngineArguments(arguments), settings, scale, share)
         log.info("Loading %d replicas, with %g CPUs and %g GPUs each.", scale.replicas, share.cpus, share.gpus)
-        front = Front(RayReplicas(running(app, name)), settings, scale.most)
+        handle, must_delete = running(app, name), True
+        front = Front(RayReplicas(handle), settings, scale.most)
         unix, listening = opened(settings, sockets)
         GracefulServer(create_front(front, settings), settings, unix, has_lifespan=False).run(listening)
     finally:
-        unless_stuck(partial(serve.delete, name), END_SECONDS)
+        if must_delete:
+            unless_stuck(partial(serve.delete, name), END_SECONDS)
 
 
 def gpus_of_each(scale: Scale, there: float) -> float:
