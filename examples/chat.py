@@ -1,6 +1,6 @@
 """A conversation with the default pair, streamed.
 
-python examples/chat.py                                                  # asks, until an empty line
+python examples/chat.py                                                  # reads questions, until Ctrl-D
 python examples/chat.py "Why is the sky blue?" "Say it in one sentence."
 """
 
@@ -15,8 +15,9 @@ TOKENS = int(os.environ.get("SPECBRANCH_EXAMPLE_TOKENS", "200"))
 
 def questions() -> Iterator[str]:
     yield from sys.argv[1:]
-    while len(sys.argv) == 1 and (question := input("> ")):
-        yield question
+    if len(sys.argv) == 1:
+        print("Ask, a line at a time; Ctrl-D ends.")
+        yield from map(str.strip, sys.stdin)
 
 
 with LLM(warm_up="lazy") as llm:
@@ -25,6 +26,5 @@ with LLM(warm_up="lazy") as llm:
         talk.append({"role": "user", "content": question})
         for chunk in llm.stream_chat(talk, SamplingParams(max_tokens=TOKENS)):
             print(chunk.text, end="", flush=True)
-        output = chunk.output  # the last chunk carries it
-        print(f"\n({output.stats['tokens_per_forward']:.2f} tokens a forward of the target)")
-        talk.append({"role": "assistant", "content": output.text})
+        print(f"\n({chunk.output.stats['tokens_per_forward']:.2f} tokens a forward of the target)")
+        talk.append({"role": "assistant", "content": chunk.output.text})  # the last chunk carries the output

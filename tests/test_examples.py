@@ -23,11 +23,13 @@ TINY_DRAFT = "--tokens 300 --writing-rows 8 --writing-length 64 --rows 1 --lengt
 HAS_REPLICAS = any("--replicas" in option.opts for option in serve.params)
 
 
-def said(name: str, *given: str, url: str = "") -> str:
-    """Run an example; return what it printed."""
+def said(name: str, *given: str, url: str = "", typed: str = "") -> str:
+    """Run an example; return what it printed. `typed`: its standard input."""
     environment = {**os.environ, "SPECBRANCH_EXAMPLE_TOKENS": "12", "OMP_NUM_THREADS": "1", "OPENAI_BASE_URL": url}
     command = [sys.executable, str(EXAMPLES / name), *given]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=400, input=typed
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -62,6 +64,7 @@ def test_every_example_is_listed_and_run() -> None:
 @pytest.mark.slow
 def test_chat(default_model: Path) -> None:
     assert said("chat.py", "Name a colour.", "Another one.").count("tokens a forward of the target") == 2
+    assert said("chat.py", typed="Name a colour.\nAnother one.").count("tokens a forward of the target") == 2
 
 
 @pytest.mark.slow

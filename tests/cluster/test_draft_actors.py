@@ -26,6 +26,7 @@ from specbranch.exec.dialling import Dial
 from specbranch.exec.finding import Found, Listed, finder_of
 from specbranch.exec.greeting import Refused
 from specbranch.exec.process import Process
+from specbranch.extras import Extra
 from toy_worker import DRIFT, SECRET, SERVED, TOKENS, free_port, serving, vocabulary
 from toybench import SHARED, Case, Ending, Timeless, answer, config_of, law, make_drafter, make_verifier, plainly
 
@@ -104,6 +105,56 @@ def test_who_comes_and_goes_is_said_and_a_draft_that_cannot_be_loaded_ends_the_c
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(BadParameter, match=r"expected ray://NAME"):
         finder_of(f"ray://{name}")
+
+
+def test_one_thread_at_a_time_waits_for_a_ray_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def hang(name: str) -> dict[str, Any]:
+        asked.set()
+        answer.wait(HANG)
+        return {}
+
+    monkeypatch.setattr(actors, "wheres", hang)
+    where = actors.OnRay("draft")
+
+    def find() -> None:
+        with pytest.raises(Refused, match="no draft worker"):
+            where.find()
+
+    first = threading.Thread(target=find)
+    first.start()
+    assert asked.wait(HANG)
+    with pytest.raises(Refused, match="Ray does not answer"):
+        where.find()
+    answer.set()
+    first.join(HANG)
+    find()
+
+
+def test_a_target_outlives_ray_and_the_command_that_keeps_the_workers_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured with a head that is killed: without the setting Ray ends the target after a minute."""
+    variable, _ = actors.OUTLIVE_RAY
+    monkeypatch.setenv(variable, "")  # so that it is as before afterwards
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    monkeypatch.delenv(variable)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(Extra, "is_installed", True)
+    with pytest.raises(BadParameter, match="No Ray cluster answers"):
+        actors.connect_ray(None)
+    assert variable not in os.environ
+    with pytest.raises(ModelError, match=r"There is no draft from ray://draft: No Ray cluster answers"):
+        actors.on_ray("draft")
+    assert int(os.environ[variable]) > 86_400
+
+
+@pytest.mark.slow  # it imports Ray
+def test_a_target_has_no_thread_that_listens_to_rays_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one, and without the head, answers stood still for 25 to 40 seconds."""
+    worker = pytest.importorskip("ray._private.worker")
+    monkeypatch.setattr(worker, "listen_error_messages", worker.listen_error_messages)  # fails if Ray renames it
+    actors._hear_no_daemons()
+    assert worker.listen_error_messages(None, None) is None
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,16 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -24,7 +26,11 @@ import pytest
 
 from specbranch import LLM, SamplingParams
 from specbranch.cli.main import run
+from specbranch.cluster.run import _serve, gpus_of_each
+from specbranch.cluster.settings import Scale, Share
+from specbranch.errors import BadParameter, MissingPackage
 from specbranch.serve.keys import new_key
+from specbranch.serve.settings import ServerSettings
 
 WAIT = 240.0  # seconds after which a test gives up
 TINY = ("--device", "cpu", "--dtype", "float64", "--context-length", "480", "--model-name", "tiny", "--port", "0")
@@ -117,13 +123,22 @@ def test_replicas_answer_as_one_process_does_and_outlive_a_kill(pair: tuple[str,
         answers_are_those_of_one_process(served, llm)
         keys_and_metrics_are_those_of_the_address(served)
         a_replica_takes_no_request_of_others(served)
+        only_this_machine_reaches_ray(served)
         a_killed_replica_ends_its_stream_with_an_error_object(served)
         a_request_without_a_first_token_is_written_by_another(served, llm)
         marks = {mark for one in served.replicas() for mark in marks_of(Path(f"/proc/{one}"))}
+        files = files_of(served)
+        assert files
         a_signal_lets_a_stream_finish(served)
     assert served.process.returncode == -signal.SIGTERM
+    assert not files_of(served)
     the_log_tells_of_requests_and_names_replicas(served)
     assert marks and not [one for one in processes() if marks_of(one) & marks]
+
+
+def files_of(served: Replicated) -> list[Path]:
+    """The folders of the Ray that the server started."""
+    return list(Path("/tmp/ray").glob(f"session_*_{served.process.pid}"))
 
 
 def marks_of(process: Path) -> set[bytes]:
@@ -167,6 +182,38 @@ def keys_and_metrics_are_those_of_the_address(served: Replicated) -> None:
     assert 'specbranch:replicas{replica="front"} 2' in text
 
 
+def only_this_machine_reaches_ray(served: Replicated) -> None:
+    """All of its ports are on loopback, but one of each replica, which Ray lets nobody choose; that wants a key."""
+    (mark,) = {mark for one in served.replicas() for mark in marks_of(Path(f"/proc/{one}"))}
+    own = [one for one in processes() if mark in marks_of(one)]
+    assert len(own) > 4 and sum(len(everywhere(one)) for one in own) <= 2
+
+
+def everywhere(process: Path) -> set[int]:
+    """The ports at which a process listens for other machines."""
+    rows = [*rows_of("tcp"), *rows_of("tcp6")]
+    kept = sockets_of(process)
+    return {
+        int(row[1].partition(":")[2], 16)
+        for row in rows
+        if row[3] == "0A" and not row[1].partition(":")[0].endswith("0100007F") and row[9] in kept
+    }
+
+
+def rows_of(table: str) -> list[list[str]]:
+    return [line.split() for line in read(Path(f"/proc/net/{table}")).decode().splitlines()[1:]]
+
+
+def sockets_of(process: Path) -> set[str]:
+    """The numbers of its sockets."""
+    held = set()
+    with suppress(OSError):
+        for one in (process / "fd").iterdir():
+            with suppress(OSError):
+                held.add(str(one.readlink()).removeprefix("socket:[").rstrip("]"))
+    return held
+
+
 def a_replica_takes_no_request_of_others(served: Replicated) -> None:
     for port in {port for process in served.replicas() for port in listening(process)}:
         with suppress(httpx.HTTPError):  # Ray's own ports speak something else
@@ -178,15 +225,11 @@ def a_replica_takes_no_request_of_others(served: Replicated) -> None:
 
 def listening(process: int) -> set[int]:
     """The loopback ports at which a process listens."""
-    held = set()
-    for one in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(OSError):
-            held.add(str(one.readlink()))
-    rows = [line.split() for line in read(Path("/proc/net/tcp")).decode().splitlines()[1:]]
+    held = sockets_of(Path(f"/proc/{process}"))
     return {
         int(row[1].partition(":")[2], 16)
-        for row in rows
-        if row[3] == "0A" and row[1].startswith("0100007F") and f"socket:[{row[9]}]" in held
+        for row in rows_of("tcp")
+        if row[3] == "0A" and row[1].startswith("0100007F") and row[9] in held
     }
 
 
@@ -224,12 +267,50 @@ def the_log_tells_of_requests_and_names_replicas(served: Replicated) -> None:
     answered = [line for line in lines if line.get("path") == "/v1/completions" and "lost" not in line]
     assert answered and all(line["key"] == "alice" and line["replica"] for line in answered)
     assert all(line["completion_tokens"] > 0 for line in answered)
+    assert not [line for line in served.log if line["level"] == "error"]
     assert [line for line in lines if line.get("lost")] and [line for line in lines if line.get("resent")]
+
+
+@pytest.mark.slow  # it starts Ray
+def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "specbranch", "serve", "--target", str(tmp_path), "--port", "0", "--replicas", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Error: ") and str(tmp_path) in done.stderr.splitlines()[-1]
+
+
+def test_more_gpus_than_this_machine_has_are_a_sentence() -> None:
+    scale = Scale(replicas=2, replica_gpus=1.0)
+    with pytest.raises(BadParameter, match="2 replicas with 1 GPUs each need 2 GPUs, and Ray finds 1 on this machine"):
+        gpus_of_each(scale, 1.0)
+    assert gpus_of_each(scale, 2.0) == 1.0
+    assert gpus_of_each(replace(scale, ray_address="auto"), 0.0) == 1.0  # a cluster may get more
+    assert [gpus_of_each(Scale(replicas=2), there) for there in (0.0, 1.0, 8.0)] == [0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["serve", "--port", "0", "--replicas", "1", "--ray"], ["draft-worker", "--on-ray", "1", "--ray-address"]],
+)
+def test_a_ray_cluster_that_is_not_there_is_a_sentence_at_once(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"127.0.0.1:{free.getsockname()[1]}"
+    assert run([*command, nobody]) == 2
+    assert f"No Ray cluster answers at '{nobody}' (Connection refused)" in capsys.readouterr().err
 
 
 def test_options_of_replicas_need_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--port", "0", "--max-replicas", "3"]) == 2
     assert "max_replicas: this needs --replicas N" in capsys.readouterr().err
+
+
+def test_a_ray_without_serve_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.delitem(sys.modules, "ray.serve", raising=False)
+    with pytest.raises(MissingPackage, match=r"Replicas need Ray Serve .*pip install 'specbranch\[ray\]'"):
+        _serve({}, ServerSettings(), Scale(), Share(1.0, 0.0), [])
 
 
 def test_without_ray_a_sentence_says_how_to_install_it(

@@ -62,6 +62,7 @@ class RayLease:
         self.address, self.id = granted.address, granted.id
         self._upstream: Upstream | None = None
         self._rest = asyncio.ensure_future(self._read(rest))
+        self._rest.add_done_callback(_heard)
 
     @classmethod
     async def of(cls, handle: DeploymentHandle[Any], key: str | None, avoid: Sequence[str]) -> RayLease:
@@ -93,6 +94,12 @@ class RayLease:
             if self._upstream is not None:
                 self._upstream.lose()
         raise ReplicaLost("The replica of a request has ended.")
+
+
+def _heard(task: asyncio.Future[Ended]) -> None:
+    """Take note of a task's error: a request that was sent again waits for none."""
+    if not task.cancelled():
+        task.exception()
 
 
 class RayReplicas:

@@ -13,12 +13,14 @@ import os
 import random
 import re
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from specbranch.cluster.ray_address import check_reachable
 from specbranch.errors import BadParameter, ModelError, SpecBranchError
 from specbranch.exec.address import KEY_VARIABLE, LEAST_KEY, LinkAddress
 from specbranch.exec.door import bound
@@ -42,6 +44,9 @@ FOLLOW_SECONDS = 1.0  # between two looks at the actors
 RAY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 START_RAY = f"""ray start --head --resources='{{"{RESOURCE}": 1}}'"""
 OURS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}  # unless the user has set them
+# Ray ends a process that has not reached the cluster's head for a minute. A target goes on without a draft instead; the
+# number is in seconds, about as many as fit.
+OUTLIVE_RAY = "RAY_gcs_rpc_server_reconnect_timeout_s", "2000000"
 
 
 class Secret:
@@ -114,10 +119,11 @@ class OnRay:
 
     def __init__(self, name: str) -> None:
         self.name, self._name = f"ray://{name}", name
+        self._asking = threading.Lock()
 
     def find(self) -> list[Found]:
         """Return where the actors listen, the one with the fewest targets first."""
-        found = [where for where in wheres(self._name).values() if where is not None and not where.failure]
+        found = [where for where in self._wheres().values() if where is not None and not where.failure]
         if not found:
             raise Refused(
                 f"no draft worker named {self._name!r} answers on Ray. Start one: specbranch draft-worker --on-ray 1 "
@@ -126,28 +132,40 @@ class OnRay:
         found.sort(key=lambda where: (where.targets, random.random()))  # targets that start together spread
         return [Found(LinkAddress(where.host, where.port), where.secret.value) for where in found]
 
+    def _wheres(self) -> dict[str, Where | None]:
+        """Ask Ray. Without its head that may take for ever, so one thread asks at a time."""
+        if not self._asking.acquire(blocking=False):
+            raise Refused("Ray does not answer")
+        try:
+            return wheres(self._name)
+        finally:
+            self._asking.release()
+
 
 def on_ray(name: str) -> OnRay:
     """Return the finder of a name, connected to Ray."""
     if not RAY_NAME.fullmatch(name):
         raise BadParameter(f"The draft workers' name on Ray is {name!r}; expected ray://NAME, such as ray://draft.")
     try:
-        connect_ray(None)
+        connect_ray(None, outlive=True)
     except BadParameter as error:
         raise ModelError(f"There is no draft from ray://{name}: {error}") from None
     return OnRay(name)
 
 
-def connect_ray(address: str | None) -> None:
-    """Connect to a Ray that runs, unless this process is connected."""
+def connect_ray(address: str | None, outlive: bool = False) -> None:
+    """Connect to a Ray that runs, unless this process is connected. `outlive`: this process goes on if Ray ends."""
     RAY.require()
-    for variable, value in OURS.items():
+    for variable, value in (*OURS.items(), *([OUTLIVE_RAY] if outlive else [])):
         os.environ.setdefault(variable, value)
+    where = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if (imported := sys.modules.get("ray")) is not None and imported.is_initialized():
+        return
+    check_reachable(where)
     import ray
 
-    if ray.is_initialized():
-        return
-    where = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if outlive:
+        _hear_no_daemons()
     try:
         ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # of many kinds
@@ -155,6 +173,18 @@ def connect_ray(address: str | None) -> None:
         raise BadParameter(
             f"Ray does not answer at {where!r} ({said}). Start it on a node for drafts: {START_RAY}"
         ) from None
+
+
+def _hear_no_daemons() -> None:
+    """Keep Ray from listening for errors of its daemons.
+
+    Without the cluster's head, the thread that listens holds the interpreter's lock for half a minute at a time, and
+    no round goes on.
+    """
+    from ray._private import worker
+
+    if hasattr(worker, "listen_error_messages"):
+        worker.listen_error_messages = lambda *_: None
 
 
 def wheres(name: str) -> dict[str, Where | None]:

@@ -21,6 +21,7 @@ from specbranch.errors import SpecBranchError
 from specbranch.serve.settings import ServerSettings
 
 LISTEN_SECONDS = 60.0
+FAILURE_SECONDS = 60.0  # in which a replica that could not load counts as well, so that it can be asked why
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,11 @@ class Replica:
         logging.getLogger("specbranch").addHandler(kept)
         self._leases, self._secret = Leases(kept.lines), secrets.token_urlsafe(32)
         self._failure: str | None = None
+        self._failed_at = 0.0
         try:
             self._serve(engine, behind_front(settings, share.host or _own_host()))
         except SpecBranchError as error:  # the same with every try: say it instead of trying again
-            self._failure = str(error)
+            self._failure, self._failed_at = str(error), time.monotonic()
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Tell fronts where this replica takes requests."""
@@ -53,6 +55,8 @@ class Replica:
 
     async def lease(self, key: str | None, avoid: list[str]) -> AsyncIterator[Granted | Ended]:
         """Lend this replica to one request. Its router has read key and avoid."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
         async for part in self._leases.lend(self._address):
             yield part
 
@@ -63,7 +67,9 @@ class Replica:
     async def check_health(self) -> None:
         """Raise if the engine has ended, so that Ray starts another replica."""
         if self._failure is not None:
-            raise RuntimeError(self._failure)
+            if time.monotonic() - self._failed_at > FAILURE_SECONDS:
+                raise RuntimeError(self._failure)
+            return
         if not (self._engine.is_alive and self._thread.is_alive()):
             raise RuntimeError("The engine of this replica has ended.")
 

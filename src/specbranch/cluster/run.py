@@ -18,7 +18,8 @@ from typing import Any
 
 from specbranch.cluster.ray_start import LOOPBACK, cores, gpus_of_cluster, ray_session, unless_stuck
 from specbranch.cluster.settings import Scale, Share
-from specbranch.errors import BadParameter
+from specbranch.errors import BadParameter, MissingPackage
+from specbranch.extras import RAY
 from specbranch.serve.logs import write_json
 from specbranch.serve.settings import ServerSettings
 
@@ -34,7 +35,7 @@ def serve_replicas(
     with _ended_by_sigterm() as listen, ray_session(scale.ray_address, cpus * scale.most):
         listen()  # Ray has set a handler of its own
         write_json(settings.log_text)
-        share = Share(cpus, _gpus(scale), LOOPBACK if scale.ray_address is None else None)
+        share = Share(cpus, gpus_of_each(scale, gpus_of_cluster()), LOOPBACK if scale.ray_address is None else None)
         _serve(arguments, settings, scale, share, sockets)
 
 
@@ -45,35 +46,43 @@ def _serve(
     share: Share,
     sockets: list[socket.socket],
 ) -> None:
-    from ray import serve
+    try:
+        from ray import serve
+    except ImportError as error:  # Ray without its own extra
+        raise MissingPackage(f"Replicas need Ray Serve ({error}). Install it with: {RAY.command}.") from None
 
     from specbranch.cluster.deployment import RayReplicas, deployed
     from specbranch.cluster.front import Front, create_front
     from specbranch.cluster.replica import EngineArguments
+    from specbranch.cluster.starting import running
     from specbranch.serve.run import GracefulServer, opened
 
     name = f"specbranch-{sockets[0].getsockname()[1] if sockets else 'unix'}-{os.getpid()}"
     _quiet_ray()
     serve.start(proxy_location="Disabled")
+    must_delete = scale.ray_address is not None  # a Ray of our own ends anyhow; until replicas run, this may be stuck
     try:
         app = deployed(EngineArguments(arguments), settings, scale, share)
         log.info("Loading %d replicas, with %g CPUs and %g GPUs each.", scale.replicas, share.cpus, share.gpus)
-        handle = serve.run(app, name=name, route_prefix=None)
-        if (failure := handle.failure.remote().result()) is not None:
-            raise BadParameter(failure)
+        handle, must_delete = running(app, name), True
         front = Front(RayReplicas(handle), settings, scale.most)
         unix, listening = opened(settings, sockets)
-        GracefulServer(create_front(front, settings), settings, unix).run(listening)
+        GracefulServer(create_front(front, settings), settings, unix, has_lifespan=False).run(listening)
     finally:
-        unless_stuck(partial(serve.delete, name), END_SECONDS)
+        if must_delete:
+            unless_stuck(partial(serve.delete, name), END_SECONDS)
 
 
-def _gpus(scale: Scale) -> float:
-    """Return the GPUs of one replica: an even part, and one at most."""
-    if scale.replica_gpus is not None:
-        return scale.replica_gpus
-    each = gpus_of_cluster() / scale.most
-    return min(1.0, round(each - 5e-5, 4)) if each > 0 else 0.0
+def gpus_of_each(scale: Scale, there: float) -> float:
+    """Return the GPUs of one replica: an even part of those that are there, and one at most."""
+    each = scale.replica_gpus
+    if each is None:
+        even = there / scale.most
+        return min(1.0, round(even - 5e-5, 4)) if even > 0 else 0.0
+    if scale.ray_address is None and each * scale.replicas > there:  # a cluster may get more
+        said = f"{scale.replicas} replicas with {each:g} GPUs each need {each * scale.replicas:g} GPUs, and Ray finds"
+        raise BadParameter(f"{said} {there:g} on this machine. Lower --replica-gpus or --replicas.")
+    return each
 
 
 def _quiet_ray() -> None:

@@ -50,10 +50,13 @@ class Counts(Protocol):
 class GracefulServer(uvicorn.Server):
     """A server that, once it is to stop, finishes its answers and refuses new requests with a sentence meanwhile."""
 
-    def __init__(self, app: Starlette, settings: ServerSettings, unix: UnixSocket | None = None) -> None:
+    def __init__(
+        self, app: Starlette, settings: ServerSettings, unix: UnixSocket | None = None, has_lifespan: bool = True
+    ) -> None:
         """Serve an application whose state has the counts of a server: its `limits` and `connections`.
 
-        `unix`: the unix socket that it listens at, whose file is removed at the end.
+        `unix`: the unix socket that it listens at, whose file is removed at the end. `has_lifespan`: the application
+        has something to do at its start or end.
         """
         serving: Counts = app.state.serving
         protocol: Any = partial(GuardedProtocol, serving.connections)
@@ -62,6 +65,7 @@ class GracefulServer(uvicorn.Server):
             host=settings.host,
             port=settings.port,
             http=protocol,
+            lifespan="on" if has_lifespan else "off",
             loop="asyncio",  # uvloop, if it happens to be installed, reports errors of listening later
             ws="none",
             backlog=BACKLOG,
