@@ -17,6 +17,7 @@ from transformers import Gemma2Config, Gemma3TextConfig, MixtralConfig, Qwen3Moe
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import ModelError
+from specbranch.models.cpu.block_kernels import BlockLinear, BlockTwin
 from specbranch.models.families.table import FAMILIES
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
@@ -27,6 +28,7 @@ from specbranch.models.runners.native import NativeRunner
 from tiny_models import EXPERTS, FURTHER, GEMMA, GREEDY, SHAPE, random_model, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
+F32 = gguf.GGMLQuantizationType.F32
 IN_GGUF = {
     "gemma2": Gemma2Config(
         **{**GEMMA, "query_pre_attn_scalar": 16}, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
@@ -52,7 +54,9 @@ def logits(model: Path, context: int = 128, **options: Any) -> torch.Tensor:
     return runner.score([Feed(0, (3,), (ROOT,))])[0][0].logits
 
 
-def in_gguf(kind: str, config: Any, tensors: dict[str, torch.Tensor], path: Path) -> Path:
+def in_gguf(
+    kind: str, config: Any, tensors: dict[str, torch.Tensor], path: Path, stored: gguf.GGMLQuantizationType = F32
+) -> Path:
     """Write tensors as llama.cpp's converter would: experts stacked, q and k interleaved, Gemma's norms plus one."""
     name = GGUF_NAMES.get(kind, kind)
     writer = gguf.GGUFWriter(path, name)
@@ -82,7 +86,8 @@ def in_gguf(kind: str, config: Any, tensors: dict[str, torch.Tensor], path: Path
     if kind == "qwen3_moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     for part, value in _parts(kind, config, tensors).items():
-        writer.add_tensor(part, value.float().numpy(), raw_dtype=gguf.GGMLQuantizationType.F32)
+        packed = stored if value.dim() > 1 and value.shape[-1] % 32 == 0 else F32
+        writer.add_tensor(part, gguf.quants.quantize(value.float().numpy(), packed), raw_dtype=packed)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -120,6 +125,31 @@ def test_gguf_gives_the_logits_of_its_safetensors_twin(kind: str, tmp_path: Path
     expected = logits(twin)
     got = logits(in_gguf(kind, IN_GGUF[kind], tensors, tmp_path / "model.gguf"))
     assert (got - expected).abs().max() < 1e-6 * expected.abs().max()  # the header stores rms_eps in float32
+
+
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])
+def test_experts_of_a_quantised_gguf_stay_in_its_blocks(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPECBRANCH_LINEAR")
+    config = Qwen3MoeConfig(
+        **{**SHAPE, "hidden_size": 64, "intermediate_size": 96},
+        head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True,
+    )  # fmt: skip
+    tensors = load_file(saved(random_model(config), tmp_path / "folder") / "model.safetensors")
+    path = in_gguf("qwen3_moe", config, tensors, tmp_path / "model.gguf", gguf.GGMLQuantizationType[stored])
+    small, wide = (load_native(path, context_length=128, **how) for how in ({}, {"dtype": "float32"}))
+    rows = []
+    for runner in (small, wide):
+        runner.open(0, GREEDY)
+        runner.extend(0, some_tokens(70))
+        rows.append(runner.score([Feed(0, (3,), (ROOT,))])[0][0].logits)
+    experts = small.decoder.layers[0].experts
+    assert small.weights == "stored" and experts is not None
+    assert isinstance(experts.gate_up[5], BlockLinear | BlockTwin) and isinstance(
+        experts.down[5], BlockLinear | BlockTwin
+    )
+    assert 0 < (rows[0] - rows[1]).abs().max() < 0.1 * rows[1].abs().max()  # activations are rounded, too
 
 
 def packed_in_mxfp4(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import lcm
+from math import lcm, prod
 
 from torch import Tensor
 
@@ -24,16 +24,22 @@ class BlockRows:
     """The first rows of a tensor, which become outputs of a matrix.
 
     `pairs`: the head dimension, if the file pairs dimension 2i with 2i + 1; None: it pairs i with i + head_dim/2.
+    `matrices`: how many matrices of equal size the tensor holds, one below the other.
     """
 
     tensor: str
     rows: int
     pairs: int | None = None
+    matrices: int = 1
+
+    def shape(self, ins: int) -> tuple[int, ...]:
+        """Return the shape of the tensor in the file."""
+        return (self.rows, ins) if self.matrices == 1 else (self.matrices, self.rows // self.matrices, ins)
 
 
 def read_parts(file: GgufFile, wanted: Sequence[BlockRows], ins: int, *, leading: bool) -> tuple[BlockPart, ...] | None:
     """Read the rows of several tensors, one below the other; None if one of them is not in blocks."""
-    entries = {rows.tensor: file.checked(rows.tensor, (rows.rows, ins), leading=leading) for rows in wanted}
+    entries = {rows.tensor: file.checked(rows.tensor, rows.shape(ins), leading=leading) for rows in wanted}
     kinds = {tensor: entry.encoding.name for tensor, entry in entries.items()}
     if any(kind not in FORMS for kind in kinds.values()):
         return None
@@ -45,8 +51,9 @@ def stored_kinds(file: GgufFile) -> dict[str, int]:
     """Return the bytes that the matrices of each block type take in memory."""
     found: dict[str, int] = {}
     for entry in file.entries.values():
-        if (kind := entry.encoding.name) in FORMS and len(entry.shape) == 2:
-            outs, ins = entry.shape
+        if (kind := entry.encoding.name) in FORMS and len(entry.shape) > 1:
+            *counts, ins = entry.shape
+            outs = prod(counts)
             found[kind] = found.get(kind, 0) + -(-outs // TILE) * FORMS[kind][0].tile_bytes(ins)
     return found
 

@@ -178,6 +178,15 @@ class BlockPart:
             tiles[-1] = 0
         return cls(form, tiles, outs, ins, None if form.group else torch.zeros(TILE * many))
 
+    def split(self, count: int) -> list[BlockPart] | None:
+        """Return `count` parts of equally many outputs, which share this one's memory; None unless tiles are whole."""
+        size = self.outs // count
+        if self.outs % count or size % TILE:
+            return None
+        tiles = torch.split(self.tiles, size // TILE)
+        scales = [None] * count if self.scale is None else list(torch.split(self.scale, size))
+        return [BlockPart(self.form, some, size, self.ins, scale) for some, scale in zip(tiles, scales, strict=True)]
+
     def put(self, start: int, fields: Fields) -> None:
         """Write outputs from `start` on, which must be a multiple of 8."""
         outs = fields.numbers.numel() * 8 // (self.form.bits * self.ins)
@@ -269,6 +278,12 @@ class BlockMatrix:
     def widened(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [outs, ins] in floats."""
         return torch.cat([part.widened(dtype) for part in self.parts])
+
+    def split(self, count: int) -> tuple[BlockMatrix, ...]:
+        """Return `count` matrices of equally many parts each."""
+        assert self.bias is None
+        size = len(self.parts) // count
+        return tuple(BlockMatrix(self.parts[at : at + size]) for at in range(0, count * size, size))
 
     def rows(self, ids: Tensor) -> Matrix:
         """Return some of the outputs, in float32."""

@@ -16,6 +16,8 @@ from torch import Tensor
 from specbranch.errors import ModelError
 from specbranch.models.families.operations import Experts
 from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.block_reader import BlockRows, read_parts
+from specbranch.models.files.blocks import BlockMatrix, BlockPart
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.quantised.checkpoint import QuantisedCheckpoint
@@ -43,6 +45,23 @@ class ExpertReader:
         weight = self._read("router", ".weight", layer, (self.experts.count, self.arch.hidden), dtype)
         biased = self.experts.biased
         return Matrix(weight, self._read("router", ".bias", layer, (self.experts.count,), dtype) if biased else None)
+
+    def in_blocks(self, layer: int) -> tuple[BlockMatrix | None, BlockMatrix | None]:
+        """Read both matrices in a GGUF file's blocks; None where it has none, or they are no whole tiles."""
+        inner, hidden = self.experts.intermediate, self.arch.hidden
+        sides = [self._blocks(part, layer, inner, hidden) for part in ("expert_gate", "expert_up")]
+        down = self._blocks("expert_down", layer, hidden, inner)
+        gate_up = None
+        if (gates := sides[0]) is not None and (ups := sides[1]) is not None:
+            gate_up = BlockMatrix(tuple(part for pair in zip(gates, ups, strict=True) for part in pair))
+        return gate_up, None if down is None else BlockMatrix(tuple(down))
+
+    def _blocks(self, part: str, layer: int, outs: int, ins: int) -> list[BlockPart] | None:
+        assert isinstance(self.source, GgufFile)
+        count = self.experts.count
+        rows = BlockRows(self.name(part, ".weight", layer, 0), count * outs, matrices=count)
+        found = read_parts(self.source, [rows], ins, leading=False)
+        return None if found is None else found[0].split(count)
 
     def as_stored(self, layer: int) -> tuple[Matrix | None, Matrix | None]:
         """Read both matrices as a quantised checkpoint stores them; None where it does not, or differs by expert."""

@@ -108,10 +108,11 @@ class TensorFile:
     def read_bytes(self, tensor: str, rows: int, at_once: int) -> Iterator[Tensor]:
         """Yield the first rows of a matrix as stored, `at_once` rows at a time: uint8 [rows, bytes].
 
-        All use one buffer: the next read overwrites the last result.
+        A tensor may hold several matrices, one below the other. All results use one buffer: the next read overwrites
+        the last one.
         """
         entry = self.entries[tensor]
-        size = math.prod(entry.shape[1:]) // entry.encoding.block * entry.encoding.size
+        size = entry.shape[-1] // entry.encoding.block * entry.encoding.size
         buffer = torch.empty(min(at_once, rows), size, dtype=torch.uint8)
         with self._opened(tensor) as file:
             file.seek(entry.offset)

@@ -256,12 +256,21 @@ class _Reader:
     def experts(self, experts: Experts, index: int) -> tuple[Matrix, AnyMatrix, AnyMatrix]:
         """Read the router, and the experts' matrices one below the other."""
         reader = ExpertReader(self.arch, experts, self.source, self.device, self.read_in or self.dtype, self._named)
-        gate_up, down = (None, None) if self.stored is None else map(self._as_stored, reader.as_stored(index))
+        gate_up, down = self._stored_experts(reader, index)
         return (
             reader.router(index, self.dtype),
             gate_up or self._of_experts(reader.gate_up(index)),
             down or self._of_experts(reader.down(index)),
         )
+
+    def _stored_experts(self, reader: ExpertReader, index: int) -> tuple[AnyMatrix | None, AnyMatrix | None]:
+        """Read the experts' matrices as their file stores them; None where `stored` asks for something else."""
+        if self.stored == "stored" and isinstance(self.source, GgufFile):
+            return reader.in_blocks(index)
+        if self.stored is None:
+            return None, None
+        gate_up, down = reader.as_stored(index)
+        return self._as_stored(gate_up), self._as_stored(down)
 
     def _of_experts(self, matrix: Matrix) -> Matrix:
         """Store experts that were read in floats; as blocks they would not share one matrix, so they become int8."""

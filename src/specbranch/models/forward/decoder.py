@@ -31,7 +31,6 @@ from specbranch.models.families.operations import (
 )
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.blocks import AnyMatrix, BlockMatrix
-from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.forward import rope
@@ -324,9 +323,7 @@ def _layer(arch: Architecture, form: LayerForm, weights: LayerWeights, dtype: to
 def _experts(form: Experts, weights: LayerWeights, dtype: torch.dtype) -> ExpertLinears:
     assert weights.router is not None
     gate_up, down = (
-        tuple(_linear(part, dtype) for part in matrix.split(form.count))
-        for matrix in (weights.gate_up, weights.down)
-        if isinstance(matrix, Matrix)
+        tuple(_linear(part, dtype) for part in matrix.split(form.count)) for matrix in (weights.gate_up, weights.down)
     )
     return ExpertLinears(form, _linear(weights.router, dtype), gate_up, down)
 
