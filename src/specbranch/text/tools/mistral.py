@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from specbranch.text.tools.json_call import JsonCall, Scanner
+from specbranch.text.tools.json_call import Scanner
+from specbranch.text.tools.json_calls import JsonCalls
 from specbranch.text.tools.reading import Calls, Outcome, State, ToolFormat
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -40,52 +41,25 @@ class MistralReader:
         return self._opening + self._held if self._reader is None else self._reader.finish()
 
 
-class _List:
+class _List(JsonCalls):
     """Reads a list of objects."""
 
     def __init__(self, calls: Calls, said: str) -> None:
-        self._calls, self._said = calls, said  # what becomes text if the next object is malformed
-        self._held = ""
-        self._call: JsonCall | None = None
-        self._count = 0
+        super().__init__(calls, said)
         self._opened = False
 
-    def feed(self, text: str) -> Outcome:
-        self._held += text
-        while True:
-            before = self._call, self._held
-            outcome = self._between() if self._call is None else self._within(self._call)
-            if outcome.state is not State.READING or before == (self._call, self._held):
-                return outcome
-
-    def finish(self) -> str:
-        if self._call is None:
-            return "" if self._count else self._said + self._held
-        head = self._call.finish()
-        return self._said + head if head else ""
-
-    def _within(self, call: JsonCall) -> Outcome:
-        self._held = call.feed(self._held)
-        if call.state is State.MALFORMED:
-            return Outcome(State.MALFORMED, call.raw + self._held, self._said)
-        if call.state is State.DONE:
-            self._call, self._said = None, ""
-            self._count += 1
-        return Outcome()
-
     def _between(self) -> Outcome:
-        found = self._held.lstrip(" \t\r\n," if self._count else None)
-        skipped = self._held[: len(self._held) - len(found)]
+        found = self._held.lstrip(" \t\r\n," if self._had_one else None)
         if found.startswith("[") and not self._opened:
             self._opened = True
-            self._said, self._held = self._said + skipped + "[", found[1:]
+            self._said += self._held[: len(self._held) - len(found)] + "["
+            self._held = found[1:]
         elif found.startswith("{"):
-            self._said, self._held = self._said + skipped, found
-            self._call = JsonCall(self._calls)
-        elif found.startswith("]") and self._count:
+            self._begin(found)
+        elif found.startswith("]") and self._had_one:
             return Outcome(State.DONE, found[1:])
         elif found:
-            return Outcome(State.DONE if self._count else State.MALFORMED, self._held, self._said)
+            return Outcome(State.DONE if self._had_one else State.MALFORMED, self._held, self._said)
         return Outcome()
 
 
