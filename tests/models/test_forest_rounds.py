@@ -17,6 +17,7 @@ from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.forest import FOREST_VARIABLE
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
+from specbranch.core.orders import Orders, Reports
 from specbranch.core.prefill_budget import RoundLimits
 from specbranch.core.request import Request
 from specbranch.core.scheduler import Scheduler
@@ -179,12 +180,16 @@ def test_sessions_that_come_and_go_have_their_texts_of_plain_decoding(seed: int,
 
 def test_a_large_batch_counts_the_rounds_of_which_no_method_hears(decoders: tuple[Any, Any]) -> None:
     works = executor(decoders)
-    loop, seen = Loop(works), dict[int, int]()
+    loop, seen = Loop(works), dict[int, list[tuple[int, int]]]()
+
+    def watch(number: int, orders: Orders, reports: Reports, added: int) -> None:
+        assert orders.verify is not None and reports.verdict is not None
+        assert len(reports.verdict.path) <= len(orders.verify.tokens)
+        seen.setdefault(number, []).append((added, len(reports.verdict.path)))
+
     sessions = [session_of(n, some_tokens(30, seed=n), temperature=0.0, max_tokens=40) for n in range(7)]
     for session in sessions:
-        session.on_round = lambda orders, reports, added, number=session.number: seen.update(
-            {number: seen.get(number, 0) + added}
-        )
+        session.on_round = partial(watch, session.number)
         start(loop, session)
     sessions[3]._watch = lambda token: token % 16 == 0  # as a stop string does
     heard = silent = 0
@@ -196,7 +201,9 @@ def test_a_large_batch_counts_the_rounds_of_which_no_method_hears(decoders: tupl
     assert_as_alone(decoders, sessions)
     for session in sessions:
         stats = session.stats
-        assert seen[session.number] == stats.emitted == len(session.output)
+        rounds = seen[session.number]
+        assert sum(added for added, _ in rounds) == stats.emitted == len(session.output)
+        assert all(added == accepted + 1 for added, accepted in rounds[:-1])  # the last one may be cut
         assert sum(arm.tokens for arm in stats.arms.by_name.values()) == stats.emitted - 1
         assert sum(arm.rounds for arm in stats.arms.by_name.values()) == stats.target_forwards
 

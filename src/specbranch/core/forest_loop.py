@@ -203,34 +203,44 @@ class ForestLoop:
         except Exception as error:
             host.fail(session, error)
         if session.on_round:
-            found = Reports(verdict=Verdict((), report.tokens[-1]), verifying=span, tree=report.tree)
-            host.call_watcher(session, PLAIN_ORDERS, found, session.stats.emitted - before)
+            orders, found = _as_ordered(replace(PLAIN_ORDERS, forest=_wish(member)), report, span)
+            host.call_watcher(session, orders, found, session.stats.emitted - before)
         if session.finished:
             host.remove(session)
 
     def _hand_over(self, member: Member, report: ForestReport, span: Span) -> None:
         """Hand a session the tree that was verified for it, and the verdict."""
-        orders, tree = member.orders, report.tree
-        assert orders is not None and orders.verify is not None
+        orders = member.orders
+        assert orders is not None
         if report.ended == "not finite" or not report.tokens:
             error = not_finite("the target")
             self._host.deliver(member, orders, Reports(error=error, verifying=span))
             return
-        numbers = [n for n, node in enumerate(tree.nodes) if node.sent]
-        sent = chosen(tree, numbers)
-        verify = replace(
-            orders.verify, tokens=tuple(node.token for node in sent.nodes),
-            parents=tuple(node.parent for node in sent.nodes) if numbers else None, goes_on=False,
-        )  # fmt: skip
-        verdict = verdict_on(sent, report.tokens, report.ended is not None)
-        if len(verdict.path) < len(report.tokens) - 1:
-            said = f"a device reported {len(report.tokens)} tokens, and {len(verdict.path)} of them are on its tree"
+        orders, found = _as_ordered(orders, report, span)
+        if found.verdict is not None and len(found.verdict.path) < len(report.tokens) - 1:
+            on_tree = len(found.verdict.path)
+            said = f"a device reported {len(report.tokens)} tokens, and {on_tree} of them are on its tree"
             self._host.deliver(member, orders, Reports(error=RuntimeError(said), verifying=span))
             return
-        # A session that decodes plainly from now on gets the tree of the round that was in flight, too.
-        has_tree = orders.forest is not None or bool(numbers)
-        found = Reports(verdict=verdict, verifying=span, tree=tree if has_tree else None)
-        self._host.deliver(member, replace(orders, verify=verify), found)
+        self._host.deliver(member, orders, found)
+
+
+def _as_ordered(orders: Orders, report: ForestReport, span: Span) -> tuple[Orders, Reports]:
+    """Return a round of the device as if a method had ordered to verify its tree.
+
+    A session that decodes plainly from now on gets the tree of the round that was in flight, too.
+    """
+    tree, verify = report.tree, orders.verify
+    assert verify is not None
+    numbers = [n for n, node in enumerate(tree.nodes) if node.sent]
+    sent = chosen(tree, numbers)
+    verify = replace(
+        verify, tokens=tuple(node.token for node in sent.nodes),
+        parents=tuple(node.parent for node in sent.nodes) if numbers else None, goes_on=False,
+    )  # fmt: skip
+    verdict = verdict_on(sent, report.tokens, report.ended is not None)
+    has_tree = orders.forest is not None or bool(numbers)
+    return replace(orders, verify=verify), Reports(verdict=verdict, verifying=span, tree=tree if has_tree else None)
 
 
 def verdict_on(sent: Tree, tokens: Sequence[int], ended: bool) -> Verdict:
