@@ -24,6 +24,7 @@ from specbranch.answer import Answer
 from specbranch.config import SpeculativeConfig
 from specbranch.core.runner import TimesForwards
 from specbranch.engine import LLMView
+from specbranch.extras import LLGUIDANCE
 from specbranch.lab.bench.recorded_pair import RecordedPair
 from specbranch.lab.bench.results import BASELINE
 from specbranch.lab.bench.under_load import Arrivals
@@ -40,6 +41,7 @@ DRAFTING = "speculative"
 OTHERS: dict[str, tuple[SpeculativeConfig, dict[str, Any]]] = {  # requests that need the host in each round
     "one under the ratio rule": (SpeculativeConfig(method=BASELINE, rule="ratio"), {"temperature": 0.8}),
     "one with drafts": (SpeculativeConfig(method=DRAFTING), {}),
+    "one with a grammar": (SpeculativeConfig(method=BASELINE), {"regex": "[a-z ]*"}),
 }
 OTHERS_BAR = 0.97  # the least share of the rate without such a request
 
@@ -69,6 +71,8 @@ def decode_figures(recorded: RecordedPair, sizes: Sizes) -> Iterator[Figure]:
                 yield Figure("decode", f"{count} at once, {name}", share, "of greedy", bar, at_least=True)
             for name, (config, params) in OTHERS.items() if count > 1 else ():
                 if config.method == DRAFTING and recorded.models[1] is None:
+                    continue
+                if "regex" in params and not LLGUIDANCE.is_installed:
                     continue
                 other = recorded.llm.using(speculative=config)
                 share = fmean(gaps) / fmean(_gaps(_Batch(llm, prompts, {}, other, params), sizes))

@@ -87,7 +87,7 @@ def _measured(given: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     from specbranch import LLM, SamplingParams
     from specbranch.lab.suites.suite import conversation, load_suites
 
-    target, draft = _pair(given, folder)
+    target, draft = pair_of(given, folder)
     sizes = [int(count) for count in given.at_once.split(",")]
     suites = [suite.prompts for suite in load_suites(given.suites.split(","))]
     in_turn = [prompt for turn in zip_longest(*suites) for prompt in turn if prompt is not None]
@@ -135,7 +135,7 @@ def _measured(given: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
                       file=sys.stderr, flush=True)  # fmt: skip
 
 
-def _pair(given: argparse.Namespace, folder: Path) -> tuple[str, str | None]:
+def pair_of(given: argparse.Namespace, folder: Path) -> tuple[str, str | None]:
     """Return the names of both models; larger shapes become recipes in the folder."""
     from specbranch.lab.bench.pair_setup import PairOrder, Running, make_subject
     from specbranch.pairs import DEFAULT_PAIR
