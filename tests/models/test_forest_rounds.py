@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from specbranch.config import SamplingParams, SpeculativeConfig
-from specbranch.core.forest import FOREST_VARIABLE
+from specbranch.core.forest import FOREST_VARIABLE, ForestPlan
+from specbranch.core.forest_plan import forest_plan
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Orders, Reports
@@ -22,6 +24,7 @@ from specbranch.core.prefill_budget import RoundLimits
 from specbranch.core.request import Request
 from specbranch.core.scheduler import Scheduler
 from specbranch.core.session import Session
+from specbranch.core.trees import Tree
 from specbranch.core.way_choice import WayChoice
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
@@ -61,10 +64,11 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Noting(Serial):
     """Counts rounds of the forest, those that were launched ahead, and other rounds."""
 
-    forests = others = ahead = 0
+    forests = others = ahead = steps = 0
 
     def decode_forest(self, *given: Any) -> Any:
         found = super().decode_forest(*given)
+        self.steps += len(found.steps or ()) if found is not None else 0
         self.forests += found is not None
         self.ahead += found is not None and bool(found.launched)
         return found
@@ -106,6 +110,31 @@ def assert_as_alone(decoders: tuple[Any, Any], sessions: list[Session]) -> None:
         assert session.error is None, session.error
         assert (session.tokens, session.finished) == (plain.tokens, plain.finished), session.number
         session.stats.check()
+
+
+def test_steps_launched_ahead_of_the_answer_change_no_tree(
+    decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step too many has no nodes."""
+    seen: dict[int, list[tuple[Tree | None, int]]] = {}
+    steps: dict[int, int] = {}
+
+    def planned(*given: Any, lead: int) -> ForestPlan:
+        return replace(forest_plan(*given), lead=lead)
+
+    for lead in (0, 1):
+        monkeypatch.setattr("specbranch.core.forest_loop.forest_plan", partial(planned, lead=lead))
+        works, session = executor(decoders), session_of(1, some_tokens(40, seed=1), max_tokens=60)
+        session.on_round = lambda orders, reports, added, lead=lead: seen.setdefault(lead, []).append(
+            (reports.tree, added)
+        )
+        loop = Loop(works)
+        start(loop, session)
+        run_out(loop)
+        assert_as_alone(decoders, [session])
+        works.draft.runner.check()
+        steps[lead] = works.steps
+    assert seen[0] == seen[1] and steps[0] < steps[1]
 
 
 @pytest.mark.parametrize("temperature", tiered([0.9, 0.0], (0.9).__eq__))

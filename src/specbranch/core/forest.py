@@ -53,6 +53,7 @@ class ForestPlan:
     growth: Growth | None = None  # how trees grow, the same for all; None: they do not
     looks: NgramSizes | None = None
     gain: float = 1.0  # expected tokens a second, by those of plain decoding
+    lead: int = 0  # further steps that are launched before the device has said if the one before them had nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ MOST_DRAFT_STEPS = STEPS[-1]
 ASKING_SESSIONS = (
     1  # up to so many the host asks the device before each further draft step: any of them gets it for all
 )
+ASKING_SECONDS = 1e-4  # that a device waits for the host where it is asked, measured on one H200
 LATER_CANDIDATES = (0.65, 0.25)  # the second and third candidate, as shares of what is right beyond the first one
 NO_PRICE = 1e-9  # price of a draft step that is launched anyway
 LEAST_GAIN = 1.05  # times plain decoding that a batch has to be expected to gain: a change costs a few rounds
@@ -46,21 +47,31 @@ def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> 
     for lanes, step in [(0, 0.0), *_lanes(drafting, context)]:
         for steps in STEPS[1:] if lanes else STEPS[:1]:
             reaches = _reaches(*middle, steps, lanes, looked)
+            launched = steps + _lead(steps, step / costs.forest.drafting, sessions)
             for nodes, verify in verifies:
                 tokens = sessions + len(wishes) * sum(reaches[:nodes])
-                best = max(best, (tokens / max(verify + steps * step, 1e-12), -steps, nodes, lanes))
+                best = max(best, (tokens / max(verify + launched * step, 1e-12), -steps, nodes, lanes))
     rate, steps, nodes, lanes = best
     plain = sessions / max(costs.target_seconds(sessions, context), 1e-12)
     if sessions > 1 and rate <= LEAST_GAIN * plain:
         seconds = costs.target_seconds(sessions, context)
         return ForestPlan(0, 0, sessions, gain=seconds / max(seconds + costs.forest.beside, 1e-12))
     wish = next((wish for wish in drafting if (wish.right, wish.covered) == middle), wishes[0])
-    steps, more, price = -steps, 0, NO_PRICE
+    steps, more, price, lead = -steps, 0, NO_PRICE, 0
     if steps and sessions <= ASKING_SESSIONS:
-        step = costs.forest.drafting * costs.draft_seconds(len(drafting) * lanes, context)
-        steps, more, price = 1, MOST_DRAFT_STEPS - 1, rate * step / len(drafting)
+        alone = costs.draft_seconds(len(drafting) * lanes, context)
+        lead = _lead(steps, alone, sessions)
+        steps, more, price = 1, MOST_DRAFT_STEPS - 1, rate * costs.forest.drafting * alone / len(drafting)
     growth = _growth(wish, max(lanes, 1), price, max(nodes, 1))
-    return ForestPlan(steps, more, sessions + nodes * len(wishes), growth, looks, rate / plain)
+    return ForestPlan(steps, more, sessions + nodes * len(wishes), growth, looks, rate / plain, lead)
+
+
+def _lead(steps: int, alone: float, sessions: int) -> int:
+    """Return how many steps are launched before the device is asked whether the one before them had nodes.
+
+    `alone`: seconds of a step on the device. One step more than is wanted may cost less than a wait in each step.
+    """
+    return int(sessions <= ASKING_SESSIONS and steps * ASKING_SECONDS > alone)
 
 
 def probing(plan: ForestPlan, wishes: Sequence[ForestWish], context: float) -> ForestPlan | None:

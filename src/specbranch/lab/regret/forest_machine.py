@@ -26,6 +26,7 @@ from specbranch.lab.regret.true_costs import Model, TrueCosts
 
 MOST_OFFERED = 64  # rows of a session in a verify, at most
 TREE_NODES = 128  # nodes of a tree, at most
+QUESTION_SECONDS = 1e-4  # that the device waits if the host asks it before it launches the next draft step
 
 
 def padded(rows: int) -> int:
@@ -183,11 +184,15 @@ class ForestMachine:
 
     def _grow(self, drafting: Sequence[Planted], plan: ForestPlan, growth: Growth) -> None:
         """Make the draft's steps: each has all lanes of all sessions, whatever they are used for."""
-        lanes = min(growth.lanes, len(growth.step))
+        lanes, found = min(growth.lanes, len(growth.step)), list[bool]()
         for step in range(plan.steps + plan.more if drafting else 0):
             wanted = [_wanted(one, growth) for one in drafting]
-            if step >= plan.steps and not any(wanted):
-                break
+            found.append(any(wanted))
+            asked = step - plan.lead
+            if asked >= plan.steps:
+                self._spent += 0.0 if plan.lead else QUESTION_SECONDS
+                if not found[asked]:
+                    break
             self._charge("draft", lanes * len(drafting))
             self._grown.append(lanes * len(drafting))
             for one, nodes in zip(drafting, wanted, strict=True):

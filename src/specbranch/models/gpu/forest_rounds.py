@@ -433,9 +433,10 @@ class ForestDecoder:
                 grow(forest, noting, results, launcher.graphs.input, bucket, launcher.spare, last)
             if last:
                 break
-            if step == plan.steps:
+            asked = step - plan.lead  # what the device has found for this step decides
+            if asked == plan.steps:
                 yield
-            if step >= plan.steps and not wait_for(totals[step].numpy(), 0, self._device):
+            if asked >= plan.steps and not wait_for(totals[asked].numpy(), 0, self._device):
                 break
             with torch.inference_mode(), launcher.stream.here():
                 ran = self._run(self._draft, bucket, ENTRIES)
