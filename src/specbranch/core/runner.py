@@ -278,6 +278,22 @@ class Runner(Protocol):
 
 
 @runtime_checkable
+class ReadsFeatures(Protocol):
+    """A draft's Runner whose rows read hidden states of its target: the feature of the position before them.
+
+    Where the target has not computed that position, a row reads the draft's own state of its parent instead.
+    """
+
+    def reads(self, seq: int, length: int) -> bool:
+        """True if the target has computed all tokens before the last of these `length`."""
+        ...
+
+    def refresh(self, seq: int) -> None:
+        """Drop rows that were made from fed-back states where the target has computed the features since."""
+        ...
+
+
+@runtime_checkable
 class GrowsTrees(Protocol):
     """A Runner that chooses the next nodes of a tree itself, so that a whole tree is one call."""
 
