@@ -11,7 +11,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,8 +51,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     rng = random.Random(3)
-    own = [[rng.randrange(3, 400) for _ in range(rng.randint(1, 90))] for _ in range(12)]
-    return [[*STEM, *one] if at % 3 == 0 else one for at, one in enumerate(own)]
+    own = [[rng.randrange(3, 400) for _ in range(rng.randint(60, 74))] for _ in range(12)]
+    return [[*STEM, *one] if at % 2 == 0 else one for at, one in enumerate(own)]  # some answers begin a second page
 
 
 def params(temperature: float, tokens: int = 30) -> SamplingParams:
@@ -142,21 +141,19 @@ def test_each_method_gives_plain_texts_and_reads_the_right_features(
 def test_a_batch_with_preemption_and_shared_beginnings_reads_the_right_features(
     target: str, draft: str, prompts: list[list[int]], plain: Any, seen: list[Seen]
 ) -> None:
-    # 4 pages of the target: three prompts with a long beginning do not fit at once
     async def together(heat: float) -> tuple[list[Any], Any]:
-        pair = LLM(target, draft, device="cpu", dtype="float64", options=options(cache_tokens=1024))
+        pair = LLM(target, draft, device="cpu", dtype="float64", options=options(cache_tokens=1024))  # 4 pages
         async with AsyncLLM(pair) as engine:
+            engine._llm.scheduler.ahead = 1
             waits = [
                 engine.generate(one, params(heat), {"method": DRAFTING[at % len(DRAFTING)]})
                 for at, one in enumerate(prompts)
             ]
             outputs = await asyncio.gather(*waits)
-            for runner in (engine._llm.target_runner, engine._llm.scheduler.loop.executor.draft.runner):
-                runner.check()
             return outputs, engine.stats()
 
     for heat, texts in plain.items():
         outputs, stats = asyncio.run(together(heat))
         assert [one.token_ids for one in outputs] == texts
-        assert stats.preemptions > 0
-    assert len(seen) > 100 and not wrong(target, draft, seen, most=150)
+        assert stats.preemptions > 0 and all(one.free == one.total for one in stats.kv_slots)
+    assert len(seen) > 100 and not wrong(target, draft, seen)
