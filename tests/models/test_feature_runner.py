@@ -27,6 +27,7 @@ from specbranch.models.gpu.step import GpuStep
 from specbranch.models.loading import load_native
 from specbranch.models.runners.feature_runner import FeatureRunner
 from specbranch.models.runners.native import NativeRunner
+from specbranch.training.distill.agreement import AnsweredPrompt, compare
 from tiers import tiered
 from tiny_models import GREEDY, SHAPE, exact_softmax, in_double, random_model, saved, some_tokens, tiny
 from tiny_pair import SIZES, make_pair
@@ -248,3 +249,17 @@ def test_a_plain_round_on_a_gpu_writes_features(tmp_path: Path) -> None:
         found.append((text, made.features.memory.data[made.sequences[0].table.flat(np.arange(26))]))
     assert found[0][0] == found[1][0]
     assert torch.allclose(found[0][1], found[1][1], rtol=1e-9, atol=1e-9)
+
+
+def test_agreement_is_measured_beside_the_target(target: str, tmp_path: Path) -> None:
+    recipe = Recipe()
+    draft, text = loaded(target, save_feature_draft(tmp_path, recipe, target)), some_tokens(60)
+    formula = formula_of(recipe, target)
+    assert recipe.taps is not None
+    states = states_of(target, text[:-1], recipe.taps)
+    wanted = formula.logits(text[:-1], formula.features(states)).argmax(-1).tolist()  # behind tokens 1, 2 …
+    text[-1] = wanted[-1]  # the last token is right
+    found = compare(draft, [AnsweredPrompt(tuple(text[:41]), tuple(text[41:]))])
+    hits = [choice == token for choice, token in zip(wanted[39:], text[41:], strict=True)]
+    assert found.tokens == 19 and found.top1 * 19 == pytest.approx(sum(hits)) and hits[-1]
+    assert not draft.target.sequences and not draft.sequences

@@ -8,6 +8,7 @@ what else is in the same forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -290,6 +291,10 @@ class ReadsFeatures(Protocol):
 
     def refresh(self, seq: int) -> None:
         """Drop rows that were made from fed-back states where the target has computed the features since."""
+        ...
+
+    def target_reads(self, seq: int, tokens: Sequence[int]) -> AbstractContextManager[None]:
+        """Within this context the target holds a text under this number, for a text that no session has."""
         ...
 
 

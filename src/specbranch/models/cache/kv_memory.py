@@ -73,12 +73,14 @@ class Memory:
 class FeatureMemory:
     """One vector for each KV slot of all pages [KV slots, hidden]: what a draft reads of its target's hidden states.
 
-    It moves and is copied with keys and values, so whoever takes pages has their features. A slot that was never
-    written holds zeros.
+    It moves and is copied with keys and values, so whoever takes pages has their features. The last page, for padding,
+    begins with zeros.
     """
 
     def __init__(self, pages: int, hidden: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.data = torch.zeros(pages * PAGE, hidden, device=device, dtype=dtype)
+        make = torch.empty if device.type == "cpu" else torch.zeros  # see `Memory`
+        self.data = make(pages * PAGE, hidden, device=device, dtype=dtype)
+        self.data[-PAGE:] = 0
 
     def put(self, kv_slots: Tensor, rows: Tensor) -> None:
         """Write rows [rows, hidden] to KV slots of the pool [rows]."""

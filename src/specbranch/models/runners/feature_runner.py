@@ -14,13 +14,16 @@ rounds that the host plans.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from specbranch.config import SamplingParams
 from specbranch.core.pages import PAGE
+from specbranch.core.request import Request
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import ModelError
@@ -96,6 +99,16 @@ class FeatureRunner(NativeRunner):
         known = _known(slots, computed)
         if any(known[parent] and not true for parent, true in zip(slots.parents, made.tail, strict=True)):
             self.keep(seq, (), 0)
+
+    @contextmanager
+    def target_reads(self, seq: int, tokens: Sequence[int]) -> Iterator[None]:
+        """Within this context the target holds a text under this number, for a text that no session has."""
+        self.target.open(seq, Request(SamplingParams(), seed=0, prompt_length=len(tokens)))
+        try:
+            self.target.extend(seq, tokens)
+            yield
+        finally:
+            self.target.close(seq)
 
     def _computed(self, seq: int) -> Sequence[int]:
         """Return the tokens whose features the target has; those of its prompt that were put off it computes now."""
