@@ -27,8 +27,8 @@ from specbranch.models.files.weights import D2T
 
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 FC, FC_NORM, INPUT_NORM = "fc.weight", "fc_norm.{}.weight", "input_norm.weight"
-EMBEDDING, HEAD, Q_BIAS = "embed_tokens.weight", "lm_head.weight", "layers.0.self_attn.q_proj.bias"
-MIDDLE = "midlayer."  # what the original layout calls its first layer
+OWN_EMBEDDING, OWN_HEAD, Q_BIAS = "embed_tokens.weight", "lm_head.weight", "layers.0.self_attn.q_proj.bias"
+FIRST_LAYER = "midlayer."  # what the original layout calls its first layer
 FEATURE_LAYERS_READ = 2  # most layers
 
 
@@ -63,7 +63,7 @@ class FeatureTensors:
 
     def _stored(self, tensor: str) -> str:
         plain = tensor.removeprefix("model.")
-        names = (plain, plain.replace("layers.0.", MIDDLE, 1), f"model.{plain}")
+        names = (plain, plain.replace("layers.0.", FIRST_LAYER, 1), f"model.{plain}")
         return next((name for name in names if name in self.source), plain)
 
 
@@ -217,7 +217,7 @@ def _check(found: FeatureDraft) -> None:
             f"{found.name} was made for {arch.vocabulary} tokens; its target {target.name} has {target.vocabulary}. "
             "Take the target that it was made for."
         )
-    if arch.hidden != target.hidden and EMBEDDING not in found.tensors:
+    if arch.hidden != target.hidden and OWN_EMBEDDING not in found.tensors:
         raise ModelError(
             f"{found.name} has a hidden size of {arch.hidden} and no embedding of its own; its target {target.name} "
             f"has {target.hidden}. Take the target that it was made for."

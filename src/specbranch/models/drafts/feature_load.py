@@ -19,10 +19,10 @@ from specbranch.errors import BadParameter
 from specbranch.models.cache.pool_size import pool_pages
 from specbranch.models.cpu.linear import choose_linear
 from specbranch.models.drafts.feature_folder import (
-    EMBEDDING,
+    OWN_EMBEDDING,
     FC,
     FC_NORM,
-    HEAD,
+    OWN_HEAD,
     INPUT_NORM,
     FeatureDraft,
     open_feature_draft,
@@ -99,8 +99,8 @@ def _tensors(
 ) -> Weights:
     """Read the draft's own weights, and take the target's for the rest."""
     layers, norm = read_layers(found.arch, found.tensors, device, dtype, stored)
-    own = EMBEDDING in found.tensors
-    embedding = _read(found, EMBEDDING, (found.arch.vocabulary, found.arch.hidden), device, dtype) if own else None
+    own = OWN_EMBEDDING in found.tensors
+    embedding = _read(found, OWN_EMBEDDING, (found.arch.vocabulary, found.arch.hidden), device, dtype) if own else None
     head, reduced = _head(found, target, device, dtype, stored)
     return Weights(target.decoder.embedding if embedding is None else embedding, layers, norm, head, reduced)
 
@@ -110,7 +110,7 @@ def _head(
 ) -> tuple[AnyMatrix, ReducedHead | None]:
     """Return the head, and the reduced one if it scores some tokens only."""
     ids, whole = found.head_ids(), target.decoder.head_matrix
-    if HEAD not in found.tensors:
+    if OWN_HEAD not in found.tensors:
         if whole is None or found.arch.hidden != target.architecture.hidden:
             raise BadParameter(f"{found.name} has no head of its own, and its target's does not fit. {INSTEAD}.")
         if ids is None:
@@ -120,7 +120,7 @@ def _head(
         made = whole_rows(rows) if stored == "stored" else rows.stored_as(stored) if stored else rows.in_floats(dtype)
         return made, ReducedHead(made, Columns(ids.to(device), found.arch.vocabulary))
     count = found.arch.vocabulary if ids is None else len(ids)
-    rows = Matrix(_read(found, HEAD, (count, found.arch.hidden), device, dtype))
+    rows = Matrix(_read(found, OWN_HEAD, (count, found.arch.hidden), device, dtype))
     if ids is not None:  # columns ascend
         ids, order = ids.sort()
         rows = Matrix(rows.weight[order.to(device)])

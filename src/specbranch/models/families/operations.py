@@ -17,7 +17,6 @@ Activation = Literal["silu", "gelu_tanh", "bounded_swiglu"]
 Routing = Literal["best_first", "all_first"]
 ATTENTION_NORM, MLP_NORM = "attention_norm", "mlp_norm"
 ATTENTION_AFTER_NORM, MLP_AFTER_NORM = "attention_after_norm", "mlp_after_norm"
-HIDDEN_NORM = "hidden_norm"
 
 
 @dataclass(frozen=True, slots=True)
