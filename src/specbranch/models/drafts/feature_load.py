@@ -19,11 +19,11 @@ from specbranch.errors import BadParameter
 from specbranch.models.cache.pool_size import pool_pages
 from specbranch.models.cpu.linear import choose_linear
 from specbranch.models.drafts.feature_folder import (
-    OWN_EMBEDDING,
     FC,
     FC_NORM,
-    OWN_HEAD,
     INPUT_NORM,
+    OWN_EMBEDDING,
+    OWN_HEAD,
     FeatureDraft,
     open_feature_draft,
 )
