@@ -55,7 +55,7 @@ def prompts() -> list[list[int]]:
     return [[*STEM, *one] if at % 2 == 0 else one for at, one in enumerate(own)]  # some answers begin a second page
 
 
-def params(temperature: float, tokens: int = 30) -> SamplingParams:
+def params(temperature: float, tokens: int = 20) -> SamplingParams:
     return SamplingParams(temperature=temperature, top_k=12, seed=5, max_tokens=tokens, ignore_eos=True)
 
 

@@ -206,7 +206,7 @@ def written(runner: NativeRunner, taps: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("taps", tiered([(0, 2, 3), (1, 2, 4)], (0, 2, 3).__eq__))
-@pytest.mark.parametrize("way", ["gpu", "gpu chunks", "compiled"])
+@pytest.mark.parametrize("way", tiered(("gpu", "gpu chunks", "compiled"), "gpu".__eq__))
 def test_every_step_of_a_target_writes_the_same_features(
     way: str, taps: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
