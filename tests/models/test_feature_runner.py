@@ -263,3 +263,27 @@ def test_agreement_is_measured_beside_the_target(target: str, tmp_path: Path) ->
     hits = [choice == token for choice, token in zip(wanted[39:], text[41:], strict=True)]
     assert found.tokens == 19 and found.top1 * 19 == pytest.approx(sum(hits)) and hits[-1]
     assert not draft.target.sequences and not draft.sequences
+
+
+def test_rows_are_made_again_once_the_target_has_their_features_and_only_then(target: str, tmp_path: Path) -> None:
+    """Also where the prompt is one token, before which there is no feature."""
+    draft = loaded(target, save_feature_draft(tmp_path, Recipe(), target))
+    one = draft.target
+    read(one, [5], chunk=1)
+    draft.open(0, GREEDY)
+    draft.feed([Feed(0, (5, 6, 7, 8, 9), (ROOT, 0, 1, 2, 1))])  # 5 has no feature, 6 reads that of 5
+    draft.keep(0, (0, 1, 2), 2)
+    draft.refresh(0)
+    assert (draft.slots(0).prefix, draft.slots(0).tokens) == ([5, 6], [7])  # 7 reads the draft's own state of 6
+    one.feed([Feed(0, (6,), (ROOT,))])
+    one.keep(0, (0,), 1)
+    draft.refresh(0)
+    assert (draft.slots(0).prefix, draft.slots(0).tokens) == ([5, 6], [])
+    draft.feed([Feed(0, (7, 8, 9), (ROOT, 0, 1))])
+    draft.keep(0, (0, 1, 2), 3)
+    draft.refresh(0)
+    assert draft.slots(0).prefix == [5, 6, 7, 8, 9] and draft.reads(0, 3) and not draft.reads(0, 4)
+    one.feed([Feed(0, (7,), (ROOT,))])
+    one.keep(0, (0,), 1)
+    draft.refresh(0)
+    assert draft.slots(0).prefix == [5, 6, 7]  # 8 and 9 read fed-back states

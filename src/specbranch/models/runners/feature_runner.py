@@ -41,6 +41,7 @@ class _Source(NamedTuple):
 
     of_target: bool
     kv_slot: int
+    fed_back: bool = False  # it is the draft's own state
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class _Made:
     """What the rows of a sequence were made from."""
 
     fed_back: int | None = None  # first position of the prefix that was made from a fed-back state; None: there is none
-    tail: list[bool] = field(default_factory=list)  # for each node: made from the target's feature
+    tail: list[bool] = field(default_factory=list)  # for each node: made from a fed-back state
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class FeatureRunner(NativeRunner):
             self.rewind(seq, made.fed_back)
             return
         known = _known(slots, computed)
-        if any(known[parent] and not true for parent, true in zip(slots.parents, made.tail, strict=True)):
+        if any(known[parent] and fed_back for parent, fed_back in zip(slots.parents, made.tail, strict=True)):
             self.keep(seq, (), 0)
 
     @contextmanager
@@ -112,15 +113,12 @@ class FeatureRunner(NativeRunner):
 
     def _computed(self, seq: int) -> Sequence[int]:
         """Return the tokens whose features the target has; those of its prompt that were put off it computes now."""
-        sequence = self._of_target(seq)
+        sequence = self.target.sequences.get(seq)
         if sequence is None:
             return ()
         if seq in self.target.sequences.pending.starts():
             self.target.flush()
         return sequence.slots.prefix
-
-    def _of_target(self, seq: int) -> OpenSequence | None:
-        return self.target.sequences.get(seq)
 
     # --- forwards ---
 
@@ -137,7 +135,7 @@ class FeatureRunner(NativeRunner):
             for at in range(max(map(len, cut), default=0)):
                 self._run([parts[at] for parts in cut if at < len(parts)], made)
             for feed, parts in zip(work, cut, strict=True):
-                self._made[feed.seq].tail += [source.of_target for part in parts for source in part.sources]
+                self._made[feed.seq].tail += [source.fed_back for part in parts for source in part.sources]
         return made
 
     def _run(self, parts: Sequence[_Part], made: list[list[TensorRow]]) -> None:
@@ -164,7 +162,7 @@ class FeatureRunner(NativeRunner):
         """Add the features of all rows to a step."""
         of_target = np.array([source.of_target for source in sources])
         kv_slots = np.array([source.kv_slot for source in sources], dtype=np.int64)
-        arrays = {"of target": of_target, "read": np.where(of_target, kv_slots, 0)}
+        arrays = {"of target": of_target.astype(np.int64), "read": np.where(of_target, kv_slots, 0)}
         sent = self.transfer.up({**arrays, "own": np.where(of_target, self._nothing.kv_slot, kv_slots)})
         read, own = self._read.data[sent["read"]], self.own.data[sent["own"]]
         return replace(step, features=torch.where(sent["of target"].bool()[:, None], read, own))
@@ -173,14 +171,13 @@ class FeatureRunner(NativeRunner):
 
     def _sources(self, seq: int, rows: Rows) -> list[_Source]:
         """Return the source of each new row's feature."""
-        slots, computed = self.slots(seq), self._computed(seq)
-        known, first = _known(slots, computed), rows.start - rows.prefix
-        found = []
-        for node in range(first, first + len(rows.tokens)):
-            parent, position = slots.parents[node], rows.positions[node - first]
-            own = slots.slot_of(parent)  # of ROOT: the last of the prefix
-            found.append(self._source(seq, position - 1, own) if known[parent] else self._own(seq, own))
-        return found
+        slots = self.slots(seq)
+        known, first = _known(slots, self._computed(seq)), rows.start - rows.prefix
+        parents = slots.parents[first : first + len(rows.tokens)]
+        return [
+            self._true(seq, position - 1) if known[parent] else self._own(seq, slots.slot_of(parent))
+            for parent, position in zip(parents, rows.positions, strict=True)
+        ]
 
     def _sources_of_chunk(self, chunk: PendingChunk) -> list[_Source]:
         """Return the sources of a prompt's rows; the target has computed it up to there."""
@@ -189,17 +186,17 @@ class FeatureRunner(NativeRunner):
                 f"The draft was to read a prompt up to token {chunk.stop}, and its target has computed "
                 f"{len(self._computed(chunk.seq))}. Please report this."
             )
-        return [self._source(chunk.seq, position, position) for position in range(chunk.start - 1, chunk.stop - 1)]
+        return [self._true(chunk.seq, position) for position in range(chunk.start - 1, chunk.stop - 1)]
 
-    def _source(self, seq: int, position: int, own: int) -> _Source:
+    def _true(self, seq: int, position: int) -> _Source:
         """Return the target's feature of a position that it has computed; there is none before the first."""
-        sequence = self._of_target(seq)
         if position < 0:
-            return self._nothing._replace(of_target=False)
-        return self._own(seq, own) if sequence is None else _Source(True, _in_pool(sequence, position))
+            return self._nothing
+        return _Source(True, _in_pool(self.target.sequences[seq], position))
 
     def _own(self, seq: int, kv_slot: int) -> _Source:
-        return self._nothing if kv_slot < 0 else _Source(False, _in_pool(self.sequences[seq], kv_slot))
+        """Return the draft's own state at a KV slot of its sequence."""
+        return _Source(False, _in_pool(self.sequences[seq], kv_slot), fed_back=True)
 
     # --- what rows were made from ---
 
@@ -216,8 +213,8 @@ class FeatureRunner(NativeRunner):
         made, before = self._made[seq], len(self.slots(seq).prefix)
         super()._keep(seq, nodes, commit)
         kept = [made.tail[node] for node in nodes]
-        if made.fed_back is None and False in kept[:commit]:
-            made.fed_back = before + kept.index(False)
+        if made.fed_back is None and True in kept[:commit]:
+            made.fed_back = before + kept.index(True)
         made.tail = kept[commit:]
 
     def _rewind(self, seq: int, length: int) -> None:
@@ -255,7 +252,7 @@ def _parts(feed: int, rows: Rows, slots: Slots, sources: list[_Source]) -> Itera
     first = rows.start - rows.prefix
     start = first
     for node in range(first + 1, first + len(sources)):
-        if not sources[node - first].of_target and slots.parents[node] >= start:
+        if sources[node - first].fed_back and slots.parents[node] >= start:
             done, rows = rows.cut(node - start)
             yield _Part(feed, done, sources[start - first : node - first])
             start = node
