@@ -161,6 +161,8 @@ def assemble(
     if draft is not None and is_link(draft.name):
         return _linked(target, finder_of(draft.name))
     draft = draft and fitted_to_target(draft, target.name)
+    if draft is not None and executor != "serial":
+        _refuse_features(draft, executor)
     if draft is not None and executor == "process":
         target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
     tokenizer = load_tokenizer(target)
@@ -172,6 +174,18 @@ def assemble(
     captures = any(torch_device(choice) == "cuda" for choice in (target, draft) if choice is not None)
     made = make_executor(executor, verifier, draft, shared, clock, warm_up)
     return Parts(tokenizer, verifier, made, *described, captures)
+
+
+def _refuse_features(draft: ModelChoice, executor: ExecutorName) -> None:
+    """Refuse a draft that reads its target's hidden states with an executor that drafts while the target works."""
+    from specbranch.models.drafts.draft_name import feature_layout
+
+    if feature_layout(draft.name) is not None:
+        raise BadParameter(
+            f"The draft in {draft.name} reads its target's hidden states, so it works after the target; executor "
+            f"{executor!r} lets both work at once. Leave --executor out, or take a plain draft (`specbranch distill` "
+            "without --kind features)."
+        )
 
 
 def _linked(target: ModelChoice, where: Finder) -> Parts:
@@ -276,7 +290,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
     device = chosen_device(choice.device)
     dtype = getattr(torch, choice.dtype) if choice.dtype else None
     if choice.shares:
-        from specbranch.models.drafts.load import load_draft
+        from specbranch.models.drafts.draft_name import feature_layout
 
         target = fetched(replace(choice, name=choice.shares))
         asked: dict[str, Any] = {
@@ -285,15 +299,14 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
             "dtype": dtype,
             "tail": choice.tail,
         }
-        return load_draft(
-            choice.name,
-            target,
-            target_runner=target_runner,
-            cache_tokens=choice.cache_tokens,
-            cache_dtype=choice.cache_dtype,
-            weights=choice.weights,
-            **asked,
-        )
+        asked |= {"cache_tokens": choice.cache_tokens, "cache_dtype": choice.cache_dtype, "weights": choice.weights}
+        if feature_layout(choice.name) is not None:
+            from specbranch.models.drafts.feature_load import load_feature_draft
+
+            return load_feature_draft(choice.name, target, target_runner=target_runner, **asked)
+        from specbranch.models.drafts.load import load_draft
+
+        return load_draft(choice.name, target, target_runner=target_runner, **asked)
     source = fetched(choice)
     asked = {
         "context_length": choice.context_length,

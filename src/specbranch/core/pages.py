@@ -88,6 +88,11 @@ class Pool:
             if self._users[page] == 0:
                 self._lay_by(page)
 
+    def forget_idle(self) -> None:
+        """Free the pages that only the prefix cache holds."""
+        for page in list(self._idle):
+            self.forget(page)
+
     def is_shared(self, page: int) -> bool:
         """True if a page has several users."""
         return self._users[page] > 1

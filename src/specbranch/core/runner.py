@@ -8,6 +8,7 @@ what else is in the same forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -274,6 +275,26 @@ class Runner(Protocol):
 
     def close(self, seq: int) -> None:
         """Drop the sequence and free its KV slots."""
+        ...
+
+
+@runtime_checkable
+class ReadsFeatures(Protocol):
+    """A draft's Runner whose rows read hidden states of its target: the feature of the position before them.
+
+    Where the target has not computed that position, a row reads the draft's own state of its parent instead.
+    """
+
+    def reads(self, seq: int, length: int) -> bool:
+        """True if the target has computed all tokens before the last of these `length`."""
+        ...
+
+    def refresh(self, seq: int) -> None:
+        """Drop rows that were made from fed-back states where the target has computed the features since."""
+        ...
+
+    def target_reads(self, seq: int, tokens: Sequence[int]) -> AbstractContextManager[None]:
+        """Within this context the target holds a text under this number, for a text that no session has."""
         ...
 
 

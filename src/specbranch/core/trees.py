@@ -280,6 +280,13 @@ class GrowingTree:
             chance = node.chance if at is None else chances.looked[at]
         self.nodes[n] = node._replace(chance=chance, reach=chance * (above.reach if above else 1.0))
 
+    def forget_said(self, chances: Chances) -> None:
+        """Forget what the draft said: its candidates stay without a chance, looked-up ones with that of lookup."""
+        self.root_scored = False
+        for n, node in enumerate(self.nodes):
+            self.nodes[n] = node._replace(chance=0.0, rank=1, said=0.0, scored=False)
+            self._weigh(n, chances)
+
     def feed(self, numbers: Sequence[int]) -> None:
         """Note that the draft has computed some nodes in one forward."""
         self.steps.append(len(numbers))

@@ -196,7 +196,13 @@ class Drafter(Worker):
         return checked(super().propose(work, asks))
 
     def prefill_further(self, session: int, order: Prefill) -> Reached:
-        """Prefill further; a sequence that the draft cannot compute or hold counts as prefilled."""
+        """Prefill further; a sequence that the draft cannot compute or hold counts as prefilled.
+
+        One that reads features does so, too: its target comes after it in a round. It reads the prompt when it first
+        drafts, which takes little: keys and values of one layer.
+        """
+        if self.reads_features is not None:
+            return Reached(len(order.on))
         with suppress(CacheFull), self.releasing(session):
             if not self._out_of_reach(session, order.on, 0):
                 return Reached(self.continue_prefill(session, order))
@@ -204,7 +210,7 @@ class Drafter(Worker):
 
     def _trees(self, orders: Mapping[int, Grow], ends: Ends) -> Drafting[dict[int, Tree]]:
         """Extend trees; one that the draft cannot compute any more stays as it is."""
-        within = {session: order for session, order in orders.items() if not self._out_of_reach(session, order.on, 1)}
+        within = {session: order for session, order in orders.items() if self._can_draft(session, order.on, 1)}
         grown = yield from grow(self, within, ends)
         self._grew = bool(grown)
         # a tree from a device did not go through `propose`
@@ -243,7 +249,7 @@ class Drafter(Worker):
                 suppress(CacheFull),
                 self.releasing(session),
             ):  # without memory for it a session decodes without a draft
-                if not self._out_of_reach(session, order.on, order.plan.length):
+                if self._can_draft(session, order.on, order.plan.length, order.pending):
                     feed, path = self._aligned(session, order)
                     work.append(feed)
                     paths[session] = path
@@ -265,6 +271,15 @@ class Drafter(Worker):
     def is_within_reach(self, session: int, on: Context) -> bool:
         """True if the draft can compute a sequence and one token more."""
         return not self._out_of_reach(session, on, 1)
+
+    def _can_draft(self, session: int, on: Context, length: int, pending: int = 0) -> bool:
+        """True if the draft can compute a sequence and `length` tokens more, and has the features that it reads.
+
+        In a session's first round the target has not computed the prompt yet: nothing is drafted then.
+        """
+        if self._out_of_reach(session, on, length):
+            return False
+        return self.reads_features is None or self.reads_features.reads(session, len(on) - pending)
 
     def _out_of_reach(self, session: int, on: Context, length: int) -> bool:
         """True if a sequence exceeds the draft's context or vocabulary; it decodes without a draft from then on."""

@@ -34,6 +34,8 @@ class _GrowingOrder:
             node if node.scored == (n in held) else node._replace(scored=n in held)
             for n, node in enumerate(order.tree.nodes)
         ]
+        if worker.reads_features is not None and self.rest:  # what it said was made from states that are out of date
+            self.growing.forget_said(self.growth.chances)
 
     def uncomputed_text(self) -> Feed:
         """Return the committed tokens that have to be computed before the tree."""

@@ -16,7 +16,7 @@ from math import lcm
 
 from specbranch.core.orders import NO_PREFILL, Context, Prefill, PrefillCount
 from specbranch.core.request import Request
-from specbranch.core.runner import Ask, Done, Feed, GrowsTrees, Proposal, Runner, RunsAhead
+from specbranch.core.runner import Ask, Done, Feed, GrowsTrees, Proposal, ReadsFeatures, Runner, RunsAhead
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull, PoolFull
@@ -47,6 +47,7 @@ class Worker:
         self.runner = runner
         self.grows_trees = runner if isinstance(runner, GrowsTrees) else None  # once: isinstance of a protocol is slow
         self.runs_ahead = runner if isinstance(runner, RunsAhead) else None
+        self.reads_features = runner if isinstance(runner, ReadsFeatures) else None
         self.rows_fed = 0
         self.enough: Done = never  # checked before each draft step: True ends all drafting
         self._held: dict[int, Holding] = {}
@@ -74,6 +75,8 @@ class Worker:
 
         A sequence that the model cannot compute is not needed.
         """
+        if self.reads_features is not None:
+            self.reads_features.refresh(session)  # it may hold less then
         return len(self.slots(session).prefix) < on.base and not self._held[session].out_of_reach
 
     def align(self, session: int, on: Context, pending: int = 0) -> tuple[int, list[int]]:
@@ -121,6 +124,8 @@ class Worker:
         Returns the tokens of `on` beyond the prefix, and the tail nodes that carry the first of them. `asked`: after
         how many of the last tokens something will be asked.
         """
+        if self.reads_features is not None:
+            self.reads_features.refresh(session)
         slots = self.slots(session)
         held, settled = len(slots.prefix), len(on) - pending
         if held < on.base:

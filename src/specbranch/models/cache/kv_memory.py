@@ -1,4 +1,4 @@
-"""The memory of a model's KV cache: one tensor of pages for all sequences.
+"""The memory of a model's KV cache: one tensor of pages for all sequences; features are one more tensor beside it.
 
 Owns where a KV slot lies in memory, and the int8 layout of keys and values. Does not own who holds which page
 (`core/pages.py`). Invariant: a page is contiguous and holds all layers.
@@ -68,6 +68,33 @@ class Memory:
         """Copy whole pages."""
         for source, target in copies:
             self.data[target].copy_(self.data[source])
+
+
+class FeatureMemory:
+    """One vector for each KV slot of all pages [KV slots, hidden]: what a draft reads of its target's hidden states.
+
+    It moves and is copied with keys and values, so whoever takes pages has their features. The last page, for padding,
+    begins with zeros.
+    """
+
+    def __init__(self, pages: int, hidden: int, device: torch.device, dtype: torch.dtype) -> None:
+        make = torch.empty if device.type == "cpu" else torch.zeros  # see `Memory`
+        self.data = make(pages * PAGE, hidden, device=device, dtype=dtype)
+        self.data[-PAGE:] = 0
+
+    def put(self, kv_slots: Tensor, rows: Tensor) -> None:
+        """Write rows [rows, hidden] to KV slots of the pool [rows]."""
+        self.data[kv_slots] = rows.to(self.data.dtype)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy KV slots of the pool to others; sources and targets may overlap."""
+        self.data[targets] = self.data[sources]
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy whole pages."""
+        pages = self.data.view(-1, PAGE, self.data.shape[-1])
+        for source, target in copies:
+            pages[target].copy_(pages[source])
 
 
 def put(side: Tensor, kv_slots: Tensor, new: Tensor) -> None:

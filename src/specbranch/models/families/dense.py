@@ -10,8 +10,11 @@ from specbranch.models.families.operations import Attention, GatedMlp, LayerForm
 
 
 def dense_layer(traits: Traits, index: int) -> LayerForm:
-    """Return the layer of Llama, with a window if the traits name one."""
-    return layer_form(Attention(window=traits.window_of(index), table=traits.table_of(index)), GatedMlp())
+    """Return the layer of Llama, with a window if the traits name one; the first of some drafts reads features."""
+    attention = Attention(
+        window=traits.window_of(index), table=traits.table_of(index), skips_first=traits.join is not None
+    )
+    return layer_form(attention, GatedMlp(), join=traits.join if index == 0 else None)
 
 
 def one_window(values: FileValues) -> tuple[int | None, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from specbranch.file_values import MOST_CONTEXT_TOKENS, FileValues
-from specbranch.models.families.operations import Experts, LayerForm
+from specbranch.models.families.operations import Experts, Join, LayerForm
 from specbranch.models.families.rotary import Rope
 
 # How experts lie in safetensors: each in tensors of its own, or all in one, as gpt-oss has them (floats or MXFP4).
@@ -21,6 +21,7 @@ HUGGING_FACE: dict[str, str] = {
     "norm": "model.norm",
     "head": "lm_head",
     "attention_norm": "model.layers.{}.input_layernorm",
+    "hidden_norm": "model.layers.{}.hidden_norm",
     "q": "model.layers.{}.self_attn.q_proj",
     "k": "model.layers.{}.self_attn.k_proj",
     "v": "model.layers.{}.self_attn.v_proj",
@@ -83,6 +84,7 @@ class Traits:
     logit_softcap: float | None = None
     experts: Experts | None = None
     expert_layers: tuple[int, ...] = ()  # the layers that have experts
+    join: Join | None = None  # of a draft that reads its target's features: how its first layer takes them
 
     def window_of(self, layer: int) -> int | None:
         """Return how many positions a row of a layer sees; None: all."""

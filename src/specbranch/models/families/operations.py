@@ -28,6 +28,7 @@ class Attention:
     scale: float | None = None  # factor of the scores; None: 1 / √head_dim
     softcap: float | None = None  # scores become softcap · tanh(score / softcap)
     sinks: bool = False  # each head has a further score that takes part in the softmax and has no value
+    skips_first: bool = False  # rows behind the first position do not see it: there is no feature before it
 
     @property
     def is_plain(self) -> bool:
@@ -59,21 +60,34 @@ Operation = Attention | GatedMlp | Experts
 
 
 @dataclass(frozen=True, slots=True)
+class Join:
+    """The input of a draft's first layer that reads features (EAGLE-3): norm(embedding) beside hidden_norm(x).
+
+    The stream x is the feature of the position before. `normed_residual`: the stream goes on as hidden_norm(x).
+    """
+
+    normed_residual: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Residual:
     """x + after(operation(norm(x))); without `after`, x + operation(norm(x)). Norms are named as in `LayerWeights`."""
 
     norm: str
     operation: Operation
     after: str | None = None
+    join: Join | None = None
 
 
 LayerForm = tuple[Residual, Residual]  # attention, then MLP or experts
 
 
-def layer_form(attention: Attention, mlp: GatedMlp | Experts, *, norms_after: bool = False) -> LayerForm:
+def layer_form(
+    attention: Attention, mlp: GatedMlp | Experts, *, norms_after: bool = False, join: Join | None = None
+) -> LayerForm:
     """Return the layer that runs attention, then the MLP, each on a normed input."""
     return (
-        Residual(ATTENTION_NORM, attention, ATTENTION_AFTER_NORM if norms_after else None),
+        Residual(ATTENTION_NORM, attention, ATTENTION_AFTER_NORM if norms_after else None, join),
         Residual(MLP_NORM, mlp, MLP_AFTER_NORM if norms_after else None),
     )
 

@@ -219,8 +219,8 @@ def _refuse_variants(values: FileValues, family: Family, name: str) -> None:
         )
     if (kind := values.text(SPECULATORS_TYPE, INDEPENDENT)) != INDEPENDENT:
         raise UnsupportedArchitecture(
-            f"{name} is a draft of kind {kind!r}, which reads its target's hidden states; SpecBranch runs drafts that "
-            "are models of their own. Give another draft, or make one with `specbranch distill`."
+            f"{name} is a draft of kind {kind!r}, which reads its target's hidden states; SpecBranch runs those of "
+            "kind 'eagle3', given as a folder by --draft. Give another draft, or make one with `specbranch distill`."
         )
     method = values.group(QUANTISATION_KEY).text("quant_method", "")
     if method in EXPERT_METHODS and method not in family.quantised_as:

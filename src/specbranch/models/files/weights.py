@@ -51,6 +51,7 @@ class LayerWeights:
     mlp_after_norm: Tensor | None = None
     sinks: Tensor | None = None  # [heads]
     router: Matrix | None = None  # of a layer with experts
+    hidden_norm: Tensor | None = None  # of a layer that reads features
 
     @property
     def matrices(self) -> tuple[AnyMatrix, ...]:
@@ -229,11 +230,11 @@ class _Reader:
         log.info("layer %d of %d of %s", done, a.layers, a.name, extra={"done": done, "of": a.layers})
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         form = a.of_family.layer(a, index)
-        after, experts = [residual.after for residual in form], experts_of(form)
+        after, experts, joins = [residual.after for residual in form], experts_of(form), form[0].join is not None
         router, gate_up, down = (None, *self.mlp(index)) if experts is None else self.experts(experts, index)
         return LayerWeights(
             attention_norm=self.vector("attention_norm", a.hidden, index),
-            qkv=self.matrix({"q": q, "k": kv, "v": kv}, a.hidden, a.qkv_bias, index),
+            qkv=self.matrix({"q": q, "k": kv, "v": kv}, a.hidden * 2 if joins else a.hidden, a.qkv_bias, index),
             q_norm=self.vector("q_norm", a.head_dim, index) if a.qk_norm else None,
             k_norm=self.vector("k_norm", a.head_dim, index) if a.qk_norm else None,
             out=self.matrix({"out": a.hidden}, q, a.out_bias, index),
@@ -244,6 +245,7 @@ class _Reader:
             mlp_after_norm=self.vector(after[1], a.hidden, index) if after[1] else None,
             sinks=self.sinks(index) if attention_of(form).sinks else None,
             router=router,
+            hidden_norm=self.vector("hidden_norm", a.hidden, index) if joins else None,
         )
 
     def mlp(self, index: int) -> tuple[AnyMatrix, AnyMatrix]:

@@ -52,6 +52,8 @@ def attend_masked(
     at = torch.arange(keys.shape[1], device=queries.device)
     own = at[len(at) - len(queries) :, None]
     seen = at <= own if attention.window is None else (at <= own) & (at > own - attention.window)
+    if attention.skips_first:
+        seen = seen & ((at > 0) | (own == 0))
     if attention.softcap is None and sinks is None:
         return _attend_seen(queries, keys, values, seen, attention.scale)
     rows, heads, head_dim = queries.shape

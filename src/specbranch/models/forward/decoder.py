@@ -26,6 +26,7 @@ from specbranch.models.families.operations import (
     Experts,
     GatedMlp,
     LayerForm,
+    Residual,
     attention_of,
     experts_of,
 )
@@ -78,6 +79,7 @@ class Step:
     positions: Tensor  # [rows]
     kv_slots: Tensor  # [2, rows]: the page that each row is written to, and the offset within it
     parts: tuple[DecoderRows, ...]
+    features: Tensor | None = None  # [rows, hidden]: of the position before each row, for a draft that reads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Layer:
     attention_after_norm: Tensor | None
     mlp_after_norm: Tensor | None
     sinks: Tensor | None  # [heads]
+    hidden_norm: Tensor | None = None  # of a layer that reads features
 
     def norm(self, name: str) -> Tensor:
         """Return the weight of a norm."""
@@ -118,6 +121,8 @@ class Decoder:
         self.embedding = weights.embedding
         self.dtype = dtype = weights.embedding.dtype
         self.plain = arch.is_plain(positions)  # True if compiled steps may run it
+        # True if a row's bits may depend on other rows: compiled steps do better, and a feature draft need not
+        self.together = self.plain or arch.join is not None
         self.layers = tuple(map(_layer, repeat(arch), arch.forms(positions), weights.layers, repeat(dtype)))
         self.norm = weights.norm
         self.columns = weights.reduced.columns if weights.reduced else None
@@ -136,26 +141,35 @@ class Decoder:
 
         Appends the input of each layer to `layer_inputs` if that is given.
         """
-        x, angles = self.embedded(step.tokens), self._angles(step)
+        (x, embedded), angles = self._entered(step), self._angles(step)
         for index, layer in enumerate(self.layers):
             if layer_inputs is not None:
                 layer_inputs.append(x)
-            x = self._run_layer(layer, x, step, memory.layer(index), angles)
+            x = self._run_layer(layer, x, embedded, step, memory.layer(index), angles)
         return x
 
-    def store(self, step: Step, memory: Memory) -> None:
-        """Write keys and values only: no attention in the last layer, no logits."""
-        x, angles = self.embedded(step.tokens), self._angles(step)
+    def store(self, step: Step, memory: Memory, layer_inputs: list[Tensor] | None = None) -> None:
+        """Write keys and values only: no attention in the last layer, no logits. `layer_inputs` as for `forward`."""
+        (x, embedded), angles = self._entered(step), self._angles(step)
         *others, last = self.layers
         for index, layer in enumerate(others):
-            x = self._run_layer(layer, x, step, memory.layer(index), angles)
-        h = self._normed(x, last.attention_norm)
+            if layer_inputs is not None:
+                layer_inputs.append(x)
+            x = self._run_layer(layer, x, embedded, step, memory.layer(index), angles)
+        if layer_inputs is not None:
+            layer_inputs.append(x)
+        h, _ = self._input_of(layer=last, residual=last.form[0], x=x, embedded=embedded)
         self._write_keys_values(last, h, step, memory.layer(len(others)), angles[attention_of(last.form).table])
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return the first layer's input [rows, hidden]."""
         x = looked_up(self.embedding, tokens)
         return x if self.embedding_scale is None else x * self.embedding_scale
+
+    def _entered(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Return the first layer's input, and the rows' embeddings: the same, unless the model reads features."""
+        embedded = self.embedded(step.tokens)
+        return (embedded if step.features is None else step.features), embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states [rows, hidden]: over the vocabulary, or over `columns` of it."""
@@ -177,11 +191,18 @@ class Decoder:
         ]
 
     def _run_layer(
-        self, layer: Layer, x: Tensor, step: Step, kv: tuple[Tensor, Tensor], angles: Sequence[Angles]
+        self,
+        layer: Layer,
+        x: Tensor,
+        embedded: Tensor,
+        step: Step,
+        kv: tuple[Tensor, Tensor],
+        angles: Sequence[Angles],
     ) -> Tensor:
         """Run the operations of one layer; `kv`: its keys and values in the cache."""
         for residual in layer.form:
-            h, operation = self._normed(x, layer.norm(residual.norm)), residual.operation
+            h, x = self._input_of(layer, residual, x, embedded)
+            operation = residual.operation
             if isinstance(operation, Attention):
                 queries = self._write_keys_values(layer, h, step, kv, angles[operation.table])
                 change = layer.out(self._attend(step.parts, kv, queries, operation, layer.sinks))
@@ -189,6 +210,16 @@ class Decoder:
                 change = layer.run_mlp(operation, h)
             x = x + (change if residual.after is None else self._normed(change, layer.norm(residual.after)))
         return x
+
+    def _input_of(self, layer: Layer, residual: Residual, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of an operation, and the stream that its output is added to."""
+        norm = layer.norm(residual.norm)
+        if residual.join is None:
+            return self._normed(x, norm), x
+        assert layer.hidden_norm is not None
+        feature = self._normed(x, layer.hidden_norm)
+        joined = torch.cat((self._normed(embedded, norm), feature), dim=-1)
+        return joined, feature if residual.join.normed_residual else x
 
     def _write_keys_values(
         self, layer: Layer, h: Tensor, step: Step, kv: tuple[Tensor, Tensor], angles: Angles
@@ -226,7 +257,7 @@ class Decoder:
         sinks: Tensor | None,
     ) -> Tensor:
         if isinstance(sees, OwnPaths):
-            attend = attend_own_paths if self.plain else attend_rows_apart
+            attend = attend_own_paths if self.together else attend_rows_apart
             return attend(queries, *kv, sees, attention, sinks)
         keys, values = (widened(gathered(side, sees.pages, sees.end), queries.dtype) for side in kv)
         if attention.is_plain:
@@ -298,6 +329,8 @@ def _hidden(paths: OwnPaths, attention: Attention) -> Tensor:
     if attention.window is not None:
         left = starts + counts - attention.window  # the first position that the row sees
         hidden |= torch.cat((shared, own + starts), -1) < left
+    if attention.skips_first:
+        hidden |= (torch.cat((shared, own + starts), -1) == 0) & (starts + counts > 1)
     return hidden[:, None]
 
 
@@ -317,6 +350,7 @@ def _layer(arch: Architecture, form: LayerForm, weights: LayerWeights, dtype: to
         attention_after_norm=weights.attention_after_norm,
         mlp_after_norm=weights.mlp_after_norm,
         sinks=weights.sinks,
+        hidden_norm=weights.hidden_norm,
     )
 
 

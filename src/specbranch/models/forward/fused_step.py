@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +29,7 @@ from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_k
 from specbranch.models.cpu.thread_pace import PACE, StepTime, StepTimes, threads_now
 from specbranch.models.files.blocks import BLOCK
 from specbranch.models.forward.decoder import Decoder, Layer
+from specbranch.models.forward.features import FeatureWriter
 from specbranch.models.forward.step_rows import Rows, positions_of, tokens_of
 
 # Rows of a step at most; more run as several steps. With 64 rows reading the weights again costs little, and there are
@@ -89,12 +90,16 @@ class FusedStep:
         self.scored = arch.head_rows if decoder.columns is None else len(decoder.columns.ids)
         self._header = np.zeros(5, dtype=np.int64)
         self._times = StepTimes()
+        self.features: FeatureWriter | None = None  # of a target whose draft reads them
         self._paths: list[np.ndarray] = []  # keeps alive the arrays that the table of rows points to
 
     def store(self, work: Sequence[Rows]) -> None:
         """Write the keys and values of some rows; computes no logits."""
+        if self.features is not None and self.features.needs_all(len(self.decoder.layers)):
+            self.logits(work)
+            return
         operations = self._prepare(work)
-        self._run(operations, operations.written)
+        self._run_through(operations, operations.written, work, ())
 
     def logits(self, work: Sequence[Rows]) -> Tensor:
         """Write the keys and values of some rows, and return their logits over the vocabulary, or `columns` of it."""
@@ -108,15 +113,31 @@ class FusedStep:
         operations, rows, hidden = self._prepare(work), sum(len(some.tokens) for some in work), self.decoder.arch.hidden
         out, states = torch.empty(rows, self.scored), torch.empty(rows, layers, hidden)
         operations.table[-1, 5] = out.data_ptr()
-        done = 0
-        for at, end in enumerate(operations.entered[len(operations.entered) - layers + 1 :] if layers else ()):
-            self._run(operations, end, done)
-            states[:, at] = self.buffers["x"][:rows]
-            done = end
-        self._run(operations, len(operations.table), done)
+        count = len(operations.entered)
+        asked = range(count - layers + 1, count) if layers else range(0)
+        seen = self._run_through(operations, len(operations.table), work, asked)
+        for at, layer in enumerate(asked):
+            states[:, at] = seen[layer]
         if layers:
             states[:, -1] = self.buffers["h"][:rows]
         return out, states.flatten(1)
+
+    def _run_through(
+        self, operations: Operations, end: int, work: Sequence[Rows], asked: Iterable[int]
+    ) -> dict[int, Tensor]:
+        """Run the operations up to `end`, and write features; returns copies of the inputs of the `asked` layers."""
+        count, rows = len(operations.entered), operations.count
+        taps = self.features.fuse.taps if self.features else ()
+        seen, done = dict[int, Tensor](), 0
+        for layer in sorted({*asked, *taps} - {count}):
+            self._run(operations, operations.entered[layer], done)
+            seen[layer], done = self.buffers["x"][:rows].clone(), operations.entered[layer]
+        self._run(operations, end, done)
+        if self.features is not None:
+            seen[count] = self.buffers["x"][:rows]
+            kv_slots = torch.from_numpy(np.concatenate([some.kv_slots() for some in work]))
+            self.features.write(kv_slots, [seen[tap] for tap in taps])
+        return seen
 
     def _run(self, operations: Operations, end: int, start: int = 0) -> None:
         table, threads = operations.table, threads_now()

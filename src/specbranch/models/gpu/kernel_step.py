@@ -254,16 +254,23 @@ class KernelStep(GpuStep):
         Of rows of prompts the last layer computes keys and values only.
         """
         decoder, seen, rows, total = self.decoder, list[Tensor](), len(step.shared), len(step.tokens)
-        untapped = len(decoder.layers) - tapped + 1
+        untapped, last = len(decoder.layers) - tapped + 1, len(decoder.layers) - 1
+        taps = self.features.fuse.taps if self.features is not None else ()
+        stream = dict[int, Tensor]()
         self._embed(step, total)
         for index, (layer, products) in enumerate(zip(decoder.layers, self._products, strict=True)):
             if tapped and index >= untapped:
                 seen.append(self._stream[:rows].clone())
-            count = total if index + 1 < len(decoder.layers) else rows
+            if index in taps:
+                stream[index] = self._stream[:total].clone()
+            count = total if index < last or last + 1 in taps else rows
             attended = self._attend(index, products["qkv"], step, total, count)
             self._add("out", products["out"], attended, layer.mlp_norm, step, count)
             self._gate(products["gate_up"], step, count)
             self._add("down", products["down"], self._gated, self._next_norms[index][-1], step, count)
+        if self.features is not None:
+            stream[last + 1] = self._stream[:total]
+            self.features.write(step.slots.long(), [stream[tap] for tap in taps])
         logits = self._score(rows)
         if not tapped:
             return logits, None

@@ -9,6 +9,7 @@ tokens or pages, has the steps forgotten that were started ahead and do not matc
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -40,6 +41,7 @@ from specbranch.core.trees import Tree
 from specbranch.core.warm_up import ForwardSizes, StepTime
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.decoder import Decoder
+from specbranch.models.forward.features import Fuse
 from specbranch.models.forward.step_rows import Rows
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu import asking
@@ -366,8 +368,23 @@ class GpuRunner(NativeRunner):
         self.leave_forest()
 
     def move_kv(self, seq: int, moves: np.ndarray, lowest_written: int) -> None:
-        """Move KV slots with the next step, or before it."""
+        """Move KV slots with the next step, or before it; features now, as the draft reads them before that."""
         self.launcher.move_kv(seq, moves, lowest_written)
+        if self.features is not None:
+            with self.stream.here():
+                self.features.memory.move(*self.transfer.up({"moves": moves})["moves"])
+
+    def write_features(self, fuse: Fuse) -> None:
+        """Write features within every step; see `NativeRunner`."""
+        with self.stream.in_turn():
+            super().write_features(fuse)
+            self.graphs.step.features = self.features
+            self.graphs.step.only_kernels = False  # torch computes the features
+            self.graphs.choose_with(self._chooser())  # graphs that write none are dropped
+
+    def in_turn(self) -> AbstractContextManager[Any]:
+        """Within this context work goes to this model's stream, in the order of the caller's."""
+        return self.stream.in_turn()
 
     def copy_pages(self, copies: Sequence[Copy]) -> None:
         """Copy pages of the pool, once the pending moves are made; a step in flight does not read the copies."""

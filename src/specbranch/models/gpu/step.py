@@ -24,6 +24,7 @@ from specbranch.models.cache.kv_memory import Memory
 from specbranch.models.families.operations import Attention, Experts, GatedMlp
 from specbranch.models.forward.arithmetic import normed
 from specbranch.models.forward.decoder import Decoder, Layer
+from specbranch.models.forward.features import FeatureWriter
 from specbranch.models.gpu.attention import Attend, attend_plainly, choose_attend
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.compiling import Compilation, Kernel, begin_compilation, ready_kernels
@@ -72,6 +73,7 @@ class GpuStep:
         self._sides = [memory.layer(index) for index in range(arch.layers)]
         self._written = [memory.data[:, index].permute(0, 3, 1, 2, 4) for index in range(arch.layers)]
         self._next_norms = next_norms(decoder)
+        self.features: FeatureWriter | None = None  # of a target whose draft reads them
         # the tokens that rows sampled last; an input token −1 − i stands for that of row i
         self.picks = torch.zeros(MOST_STEP_ROWS, dtype=torch.int32, device=device)
 
@@ -91,7 +93,7 @@ class GpuStep:
         `tapped`: how many last layers' outputs to return, side by side. The output of the last layer is normed; those
         of the others are the inputs of the layers after them. Rows of prompts get neither.
         """
-        decoder, seen, rows = self.decoder, list[Tensor](), len(step.shared)
+        decoder, seen, stream, rows = self.decoder, list[Tensor](), list[Tensor](), len(step.shared)
         eps, untapped = decoder.arch.rms_eps, len(decoder.layers) - tapped + 1
         angles = [[half.index_select(0, step.positions).unsqueeze(1) for half in table] for table in decoder.tables]
         chosen = self.picks[(-1 - step.tokens).clamp(min=0)]  # where a token is negative
@@ -100,6 +102,8 @@ class GpuStep:
         for index, layer in enumerate(decoder.layers):
             if tapped and index >= untapped:
                 seen.append(x[:rows])
+            if self.features is not None:
+                stream.append(x)
             for residual, next_norm in zip(layer.form, self._next_norms[index], strict=True):
                 if isinstance(residual.operation, Attention):
                     change = self._run_attention(index, h, step, residual.operation, angles[residual.operation.table])
@@ -108,6 +112,8 @@ class GpuStep:
                 if residual.after is not None:
                     change = normed(change, layer.norm(residual.after), eps)
                 x, h = self._small.added(x, change, next_norm, eps)
+        if self.features is not None:
+            self.features.write_of(step.slots.long(), [*stream, x])
         h = h[:rows]
         return decoder.scored(h), torch.cat((*seen, h), -1) if tapped else None
 

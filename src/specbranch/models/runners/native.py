@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +20,12 @@ from specbranch.core.pages import PAGE, Copy, Pool
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.cache.kv_memory import LayerMemory, Memory, Table
+from specbranch.models.cache.kv_memory import FeatureMemory, LayerMemory, Memory, Table
 from specbranch.models.cache.pool_size import pool_pages
 from specbranch.models.cpu.linear import PRODUCT_ROWS
 from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.forward.decoder import ChunkView, Decoder, DecoderRows, OwnPaths, Step
+from specbranch.models.forward.features import FeatureWriter, Fuse
 from specbranch.models.forward.fused_step import STEP_ROWS, FusedStep, fuse
 from specbranch.models.forward.step_rows import (
     Rows,
@@ -87,6 +90,7 @@ class NativeRunner(TorchRunner):
         # The last page is for padding.
         self.memory = Memory(decoder.arch, self.pool.pages + 1, self.device, cache_dtype or self.dtype)
         self.memories: tuple[LayerMemory, ...] = (self.memory,)  # of each kind of layer
+        self.features: FeatureWriter | None = None  # for a draft that reads them
         self._fused = self._self_tested(fuse(decoder, self.memory))
         if self._fused is not None:
             self.prefill_chunk = COMPILED_CHUNK
@@ -126,6 +130,24 @@ class NativeRunner(TorchRunner):
     def compiled(self) -> bool:
         """True if small steps run as one call of compiled CPU code."""
         return self._fused is not None
+
+    def write_features(self, fuse: Fuse) -> None:
+        """Write a feature with the keys and values of every row from now on, for a draft that reads them.
+
+        No sequence may be open. Pages of the prefix cache have no features, so they are forgotten.
+        """
+        if self.sequences:
+            raise ValueError("features are written from the beginning: load the draft before the first prompt")
+        self.pool.forget_idle()
+        memory = FeatureMemory(self.pool.pages + 1, fuse.hidden, self.device, self.dtype)
+        self.features = FeatureWriter(fuse, memory)
+        self.memories = (self.memory, memory)
+        if self._fused is not None:
+            self._fused.features = self.features
+
+    def in_turn(self) -> AbstractContextManager[Any]:
+        """Within this context work is ordered between earlier and later work of this model on its device."""
+        return nullcontext()
 
     def check_layers(self, layers: int) -> None:
         """Raise a ModelError if the model has fewer layers than this."""
@@ -265,7 +287,19 @@ class NativeRunner(TorchRunner):
             self._fused.store([chunk.rows() for chunk in group])
         else:
             for chunk in group:
-                self.decoder.store(self._chunk_step(chunk.table, chunk.tokens, chunk.start), self.memory)
+                self._store(self._chunk_step(chunk.table, chunk.tokens, chunk.start))
+
+    def _store(self, step: Step) -> None:
+        """Write keys and values of a prefill chunk, and its features."""
+        if self.features is None:
+            self.decoder.store(step, self.memory)
+            return
+        layer_inputs: list[Tensor] = []
+        if self.features.needs_all(self.architecture.layers):
+            layer_inputs.append(self.decoder.forward(step, self.memory, layer_inputs))
+        else:
+            self.decoder.store(step, self.memory, layer_inputs)
+        self.features.write_of(flat_slots(step.kv_slots), layer_inputs)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
         """Return the logits of all rows and, if they are requested (`state_layers`), the hidden states.
@@ -284,10 +318,13 @@ class NativeRunner(TorchRunner):
         return self._fused.logits_and_states(work, self.state_layers)
 
     def _forward_in_torch(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
-        layer_inputs: list[Tensor] | None = [] if self.state_layers else None
-        hidden = self.decoder.forward(self._step(work), self.memory, layer_inputs)
+        layer_inputs: list[Tensor] | None = [] if self.state_layers or self.features else None
+        step = self._step(work)
+        hidden = self.decoder.forward(step, self.memory, layer_inputs)
         logits = self.decoder.logits(hidden)
-        states = None if layer_inputs is None else self._last_states(layer_inputs, hidden)
+        if self.features is not None and layer_inputs is not None:
+            self.features.write_of(flat_slots(step.kv_slots), [*layer_inputs, hidden])
+        states = self._last_states(layer_inputs, hidden) if self.state_layers and layer_inputs is not None else None
         return logits.float() if logits.dtype.itemsize < 4 else logits, states
 
     def _last_states(self, layer_inputs: Sequence[Tensor], hidden: Tensor) -> Tensor:
@@ -329,6 +366,11 @@ class NativeRunner(TorchRunner):
 def _page_and_slot(flat: np.ndarray) -> np.ndarray:
     """Split KV slots of the pool into page and offset within the page [2, KV slots]."""
     return np.stack(np.divmod(flat, PAGE))
+
+
+def flat_slots(kv_slots: Tensor) -> Tensor:
+    """Return KV slots of the pool, counted through all its pages, of pages and offsets [2, rows]."""
+    return kv_slots[0] * PAGE + kv_slots[1]
 
 
 def _path_arrays(rows: Rows) -> Arrays:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
@@ -18,7 +19,7 @@ from specbranch.config import SamplingParams
 from specbranch.core.draft_evaluation import NOT_EVALUATED, DraftEvaluation, JudgedPosition, evaluate
 from specbranch.core.learning import SURE
 from specbranch.core.request import Request
-from specbranch.core.runner import Ask, Feed, Proposal, Runner
+from specbranch.core.runner import Ask, Feed, Proposal, ReadsFeatures, Runner
 from specbranch.core.slots import ROOT
 
 LONGEST = 10  # the largest draft length with an acceptance length
@@ -62,13 +63,10 @@ def compare(runner: Runner, texts: Iterable[AnsweredPrompt], about: str = "") ->
 
 def step_seconds(runner: Runner, prompt: Sequence[int], times: int = 20) -> float:
     """Return the median time of one forward over one token after a prompt, with the choice of the next token."""
-    runner.open(ROOT, GREEDY)
-    try:
+    with _opened(runner, prompt):
         runner.extend(ROOT, prompt)
         _timed_step(runner, prompt)  # the first one may have something to set up
         return statistics.median(_timed_step(runner, prompt) for _ in range(times))
-    finally:
-        runner.close(ROOT)
 
 
 def read(
@@ -80,15 +78,23 @@ def read(
 ) -> Iterator[Seen]:
     """Process tokens after others with `look`, `most` at a time, and yield its results. It uses one sequence and
     closes it."""
-    runner.open(ROOT, GREEDY)
-    try:
+    with _opened(runner, (*before, *tokens)):
         runner.extend(ROOT, before)
         for start in range(0, len(tokens), most):
             part = tuple(tokens[start : start + most])
             yield look(Feed(ROOT, part, tuple(range(ROOT, len(part) - 1))))
             runner.keep(ROOT, range(len(part)), len(part))
-    finally:
-        runner.close(ROOT)
+
+
+@contextmanager
+def _opened(runner: Runner, text: Sequence[int]) -> Iterator[None]:
+    """Open a sequence within this context; the target of a draft that reads features reads the text, too."""
+    with runner.target_reads(ROOT, text) if isinstance(runner, ReadsFeatures) else nullcontext():
+        runner.open(ROOT, GREEDY)
+        try:
+            yield
+        finally:
+            runner.close(ROOT)
 
 
 def _timed_step(runner: Runner, prompt: Sequence[int]) -> float:
