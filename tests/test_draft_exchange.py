@@ -53,9 +53,7 @@ async def exchanged_midway(engine: AsyncLLM, draft: str) -> list[tuple[int, ...]
     exchange = asyncio.create_task(engine.exchange_draft(draft))
 
     async def rest(stream: Any, before: Any) -> tuple[int, ...]:
-        last = before
-        async for last in stream:
-            pass
+        last = [before, *[chunk async for chunk in stream]][-1]
         assert last.output is not None
         return tuple(last.output.token_ids)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from starlette.requests import Request
 
 from specbranch.async_engine import AsyncLLM
-from specbranch.serve.connections import Connections
 from specbranch.kept_text import KeptHead
+from specbranch.serve.connections import Connections
 from specbranch.serve.errors import ApiError
 from specbranch.serve.keeping import Keeper
 from specbranch.serve.limits import Limits
