@@ -98,7 +98,7 @@ class Experiences:
         if file and self.learned is not None:
             self._kept.give(self.learned)
         for name, made in self._made.items():
-            made.start_again(self._kept.insights.pop(name, None) or Insight.starting_from(prior))
+            made.start_again(self._kept.insights.pop(name, Insight.starting_from(prior)))
             made.insight.news = [] if file else None
 
     def write(self, last: bool = False) -> None:

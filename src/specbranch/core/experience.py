@@ -262,7 +262,7 @@ class Experience:
 
     def start_again(self, insight: Insight) -> None:
         """Forget what an exchanged draft has shown. In place, because running requests plan by these statistics."""
-        news = None if self.insight.news is None else []
+        news: list[News] | None = None if self.insight.news is None else []
         for one in fields(Insight):
             setattr(self.insight, one.name, getattr(insight, one.name))
         self.insight.news = news
