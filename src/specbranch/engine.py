@@ -336,7 +336,12 @@ class LLM(LLMView):
         `draft` is a folder, a file or the name of a pair. If it cannot be loaded or does not fit the target, an error
         says why, and the draft that works goes on. What was learned of the old draft is not used for the new one.
         """
-        self.take_draft(self.load_draft(draft))
+        new = self.load_draft(draft)
+        try:
+            self.take_draft(new)
+        except BaseException:
+            new.discard()
+            raise
 
     def load_draft(self, draft: str) -> NewDraft:
         """Do the first half of `exchange_draft`: check and load. Any thread may call it while requests run."""

@@ -3,6 +3,7 @@ material."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from specbranch.errors import BadParameter
 from specbranch.kept_text import KeptHead, KeptText, kept_name
 from specbranch.training.distill.kinds import tokens_per_forward
 from specbranch.training.distill.material import Material
-from specbranch.training.distill.served_text import MOST_REPEATS, mixed, served_text
+from specbranch.training.distill.served_text import MOST_REPEATS, mixed, served_text, steps_of
 
 OURS, THEIRS = "a" * 64, "b" * 64
 
@@ -90,6 +91,7 @@ def test_half_of_what_is_trained_on_is_original_material(served: int, original: 
     from_served = sum(mix.sequence(index)[0] < 500 for index in range(len(mix)))
     assert 0.4 <= from_served / len(mix) <= 0.6
     newest = [index for index in range(len(mix)) if mix.sequence(index)[0] == (served - 1) % 400]
+    assert steps_of(mix, 10, 2, 50) == math.ceil(10 / mix.about["repeats"] * 5 * len(mix) / 100)
     assert newest and len(mix) <= 2 * 2 * MOST_REPEATS * max(original, 400)
 
 

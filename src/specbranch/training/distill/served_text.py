@@ -8,6 +8,7 @@ all of them are on one side.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -72,8 +73,14 @@ def mixed(served: Material, original: Material, most: int, seed: int) -> Materia
     newest = range(len(served))[::-1]
     served = served.select(_first_tokens(served.lengths, newest, min(most, room)))
     ratio = original.tokens.numel() * (1 / REPLAY_SHARE - 1) / served.tokens.numel()
-    parts = [served] * max(round(ratio), 1) + [original] * max(min(round(1 / ratio), MOST_REPEATS), 1)
-    return Material.join(parts, {"served": len(served), "original": len(original)})
+    repeats = max(round(ratio), 1)
+    parts = [served] * repeats + [original] * max(min(round(1 / ratio), MOST_REPEATS), 1)
+    return Material.join(parts, {"served": len(served), "original": len(original), "repeats": repeats})
+
+
+def steps_of(mix: Material, passes: int, rows: int, length: int) -> int:
+    """Return the training steps in which each served text of a mix is read so many times."""
+    return math.ceil(passes / int(mix.about["repeats"]) * mix.tokens.numel() / (rows * length))
 
 
 def _first_tokens(lengths: torch.Tensor, order: Sequence[int], most: int) -> torch.Tensor:

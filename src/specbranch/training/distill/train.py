@@ -291,7 +291,8 @@ class _Training:
         if self.total is not None or self.step < CALIBRATION or self.settings.seconds is None:
             return
         each = (self.seconds - self._warm[1]) / (self.step - self._warm[0])
-        self.total = max(self.step, int(self.settings.seconds * STEPS_SHARE / each))
+        fitting = int(self.settings.seconds * STEPS_SHARE / each)
+        self.total = max(self.step, min(fitting, self.settings.most_steps or fitting))
         self.save()
 
     def _record(self) -> None:

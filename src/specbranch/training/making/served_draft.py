@@ -33,7 +33,7 @@ from specbranch.training.distill.kinds import CHAIN, KindAgreement, agreement_by
 from specbranch.training.distill.material import Material, joined, material_files, material_in
 from specbranch.training.distill.model import Stack, TrainedLayer
 from specbranch.training.distill.run_folder import RunFolder
-from specbranch.training.distill.served_text import REPLAY_SHARE, ServedText, mixed, served_text
+from specbranch.training.distill.served_text import REPLAY_SHARE, ServedText, mixed, served_text, steps_of
 from specbranch.training.distill.start import StartingDraft
 from specbranch.training.distill.train import Trained, train
 from specbranch.training.distill.train_settings import TrainSettings
@@ -48,6 +48,7 @@ LEARNING_SECONDS = 120.0
 LEARNING_RATE = 2e-4  # a third of the peak from which a draft starts: what it knows is to stay
 REPLAY_SECONDS, REPLAY_ROWS = 60.0, 256  # defaults of writing, where there is no original material
 MOST_MIXED = {"cpu": 40_000, "cuda": 4_000_000}  # tokens of served texts, and of original ones
+MOST_PASSES = 100  # over the served texts, where a time is given and not a number of steps
 MOST_COMPARED = 48  # held-out conversations of one kind
 SERVED_KIND = "served"
 WORSE = 0.05  # tokens a forward that another kind may lose without a warning
@@ -119,7 +120,7 @@ def learn_from_served(job: ServedJob, fetch: Fetch, watch: Onlooker) -> dict[str
             target.arch,
             target.weights,
             *parts,
-            plan.settings,
+            _limited(plan.settings, texts.training),
             plan.folder.path,
             resume=True,
             watch=watch,
@@ -141,7 +142,7 @@ def _plan(job: ServedJob, fetch: Fetch) -> _Plan:
         steps=job.steps,
         seconds=LEARNING_SECONDS if job.steps is None and job.seconds_training is None else job.seconds_training,
         learning_rate=job.learning_rate,
-        rows=job.rows or (4 if job.device_name == "cpu" else 32),
+        rows=job.rows or (4 if job.device_name == "cpu" else 16),
         length=min(job.length, context),
         seed=job.seed,
         head_tokens=info.head_tokens,
@@ -169,6 +170,12 @@ def _draft_folder(job: ServedJob) -> Path:
             "on is written there."
         )
     return draft
+
+
+def _limited(settings: TrainSettings, mix: Material) -> TrainSettings:
+    """Return settings by which few texts are not learned by heart, however fast the device is."""
+    most = steps_of(mix, MOST_PASSES, settings.rows, settings.length)
+    return replace(settings, most_steps=None if settings.seconds is None else most)
 
 
 def _check_note(plan: _Plan) -> None:
@@ -234,7 +241,7 @@ def _saved(
     plan: _Plan, done: Trained, texts: _Texts, before: list[KindAgreement], after: list[KindAgreement]
 ) -> dict[str, Any]:
     """Write the draft; return its figures."""
-    out, info = plan.job.out, replace(plan.found.draft.info)
+    out, info = plan.job.out, plan.found.draft.info
     layers = [block.weights() for block in done.student.blocks if isinstance(block, TrainedLayer)]
     weights = DraftWeights(layers, done.student.norm, done.student.head_ids)
     figures = {name: round(value, 4) for name, value in done.figures.items()}
