@@ -122,6 +122,17 @@ def test_the_oldest_files_go_and_the_limit_holds(tmp_path: Path) -> None:
     assert kept_in(tmp_path / "kept")[-1] == text_of(8, length=1900)
 
 
+def test_texts_that_were_deleted_meanwhile_count_no_more(tmp_path: Path) -> None:
+    folder = KeptFolder(tmp_path / "kept", 1 << 16, HEAD)
+    for number in range(200):
+        folder.append(text_of(number))
+    for file in kept_files(tmp_path / "kept"):
+        file.unlink()
+    folder.append(text_of(7))
+    folder.close()
+    assert kept_in(tmp_path / "kept") == [text_of(7)] and folder.size == len(HEAD.line()) + len(text_of(7).line())
+
+
 def test_a_text_has_a_cap_and_the_answer_goes_before_a_long_prompt() -> None:
     prompt, answer = list(range(3000)), list(range(3000, 6000))
     assert fitted(prompt, answer) == KeptText(tuple(prompt[-1024:]), tuple(answer[:1024]))

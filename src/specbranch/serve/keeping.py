@@ -68,7 +68,7 @@ class KeptFolder:
     def append(self, text: KeptText) -> None:
         """Write a text with one call, behind which a kill of the process loses nothing; rotate first if it is time."""
         line = text.line()
-        if self._file is not None and self._sizes[self._current] + len(line) > self._limit // KEPT_PARTS:
+        if self._file is not None and (self._is_deleted() or self._is_full(len(line))):
             self.close_file()
         if self._file is None:
             self._open_file()
@@ -100,7 +100,15 @@ class KeptFolder:
     def _current(self) -> Path:
         return self._path / kept_name(self._number)
 
+    def _is_deleted(self) -> bool:
+        """True if somebody has deleted the current file; what is written there would be lost."""
+        return self._file is not None and not os.fstat(self._file).st_nlink
+
+    def _is_full(self, count: int) -> bool:
+        return self._sizes[self._current] + count > self._limit // KEPT_PARTS
+
     def _open_file(self) -> None:
+        self._sizes = {file: file.stat().st_size for file in kept_files(self._path)}
         self._number += 1
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._file = os.open(self._current, flags, 0o600)
