@@ -13,7 +13,7 @@ from specbranch.cli.options import with_options, writing_options
 from specbranch.cli.sections import PATH, SectionedCommand, options_of
 from specbranch.errors import BadParameter
 
-HERE = ""  # --resume without a draft
+RESUME_HERE = ""  # --resume without a draft
 _model, _writing, _training = (options_of(title) for title in ("Target and draft", "Writing", "Training"))
 
 
@@ -90,7 +90,7 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
 @click.option(
     "--resume",
     is_flag=False,
-    flag_value=HERE,
+    flag_value=RESUME_HERE,
     metavar="[DRAFT]",
     help="Resume the run in DIR, wherever it stopped. With --from-served: the draft that learns on, a folder or the "
     "name of a pair.",

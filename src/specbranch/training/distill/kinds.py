@@ -24,7 +24,7 @@ from specbranch.training.distill.writer_settings import WriterSettings
 
 log = logging.getLogger("specbranch")
 
-CHAIN = 5  # drafted tokens of a forward
+KIND_CHAIN = 5  # drafted tokens of a forward
 ORIGINAL = "original"  # the kind of all, where the openings are not those of this version
 
 
@@ -36,7 +36,7 @@ class KindAgreement:
     tokens: int
     top1: float
     top3: float
-    tokens_per_forward: float  # of greedy decoding with a chain of CHAIN
+    tokens_per_forward: float  # of greedy decoding with a chain of KIND_CHAIN
 
 
 def agreement_by_kind(
@@ -63,7 +63,7 @@ def kinds_of(material: Material, tokenizer: Tokenizer, arch: Architecture) -> li
 
 
 def tokens_per_forward(answers: Sequence[Sequence[int | None]]) -> float:
-    """Return the tokens of answers by the forwards that a chain of CHAIN drafted tokens leaves of them.
+    """Return the tokens of answers by the forwards that a chain of KIND_CHAIN drafted tokens leaves of them.
 
     `answers`: the rank of the target's choice among the draft's, at each token; 0 is a hit.
     """
@@ -71,7 +71,7 @@ def tokens_per_forward(answers: Sequence[Sequence[int | None]]) -> float:
     for ranks in answers:
         at = 0
         while at < len(ranks):
-            chain = ranks[at : at + CHAIN]
+            chain = ranks[at : at + KIND_CHAIN]
             at += next((n for n, rank in enumerate(chain) if rank != 0), len(chain)) + 1
             forwards += 1
     return sum(map(len, answers)) / max(forwards, 1)

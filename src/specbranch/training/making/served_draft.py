@@ -29,7 +29,7 @@ from specbranch.progress import Onlooker
 from specbranch.provenance import trained_with
 from specbranch.text.tokenizer import Tokenizer
 from specbranch.training.distill.draft_saving import DraftWeights, save_draft
-from specbranch.training.distill.kinds import CHAIN, KindAgreement, agreement_by_kind, kinds_of
+from specbranch.training.distill.kinds import KIND_CHAIN, KindAgreement, agreement_by_kind, kinds_of
 from specbranch.training.distill.material import Material, joined, material_files, material_in
 from specbranch.training.distill.model import Stack, TrainedLayer
 from specbranch.training.distill.run_folder import RunFolder
@@ -51,7 +51,7 @@ MOST_MIXED = {"cpu": 40_000, "cuda": 4_000_000}  # tokens of served texts, and o
 MOST_PASSES = 100  # over the served texts, where a time is given and not a number of steps
 MOST_COMPARED = 48  # held-out conversations of one kind
 SERVED_KIND = "served"
-WORSE = 0.05  # tokens a forward that another kind may lose without a warning
+MOST_LOST = 0.05  # tokens a forward that another kind may lose without a warning
 ORIGINAL_FILE, MIXED_FILE, NOTE_FILE = "material-0.safetensors", "mixed.safetensors", "served.json"
 
 
@@ -262,7 +262,14 @@ def _saved(
     about: dict[str, Any] = {"figures": figures, "provenance": provenance, "evaluation": done.evaluation}
     save_draft(out, plan.found.target, weights, info, licence=title_and_licence(info.target)[1], **about)
     _warn_of_losses(agreement)
-    return {"out": str(out), "draft": str(plan.draft), "agreement": agreement, "chain": CHAIN, **figures, **provenance}
+    return {
+        "out": str(out),
+        "draft": str(plan.draft),
+        "agreement": agreement,
+        "chain": KIND_CHAIN,
+        **figures,
+        **provenance,
+    }
 
 
 def _compared(before: KindAgreement, after: KindAgreement) -> dict[str, Any]:
@@ -274,7 +281,7 @@ def _compared(before: KindAgreement, after: KindAgreement) -> dict[str, Any]:
 def _warn_of_losses(agreement: Sequence[dict[str, Any]]) -> None:
     for found in agreement:
         lost = found["before"]["tokens_per_forward"] - found["after"]["tokens_per_forward"]
-        if found["kind"] != SERVED_KIND and lost > WORSE:
+        if found["kind"] != SERVED_KIND and lost > MOST_LOST:
             log.warning(
                 "The draft brings %.2f tokens a forward less on %s than before. A lower --learning-rate, or more "
                 "original text (--material, --seconds-writing), keeps more of what it knew.",
