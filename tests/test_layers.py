@@ -21,6 +21,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "specbranch"
 LAYERS = (
     {"errors"},
     {"config", "extras", "files", "charts", "machine_load", "progress", "provenance", "gguf_header", "file_values"}
+    | {"kept_text"}
     | {"older_names"},
     {"core"},
     {"exec"},
@@ -31,6 +32,7 @@ LAYERS = (
     {"decoding", "hrad"},
     {"answer"},
     {"submission", "engine_core"},
+    {"draft_exchange"},
     {"engine"},
     {"engine_thread"},
     {"async_engine"},

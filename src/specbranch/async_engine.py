@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,7 +25,7 @@ from specbranch.decoding import resolve
 from specbranch.engine import LLM, MAX_BATCH, Params, as_sampling_params
 from specbranch.engine_core import PromptLike
 from specbranch.engine_thread import EngineThread
-from specbranch.errors import BadParameter
+from specbranch.errors import BadParameter, ExchangeUnderWay
 from specbranch.older_names import with_older
 from specbranch.submission import RequestOptions, Submission, Wish
 
@@ -58,6 +59,7 @@ class AsyncLLM:
         self._llm = llm
         llm.scheduler.most = check_batch_size(max_batch)
         self._thread = EngineThread(llm, buffer)
+        self._exchanging = threading.Lock()  # held while a draft is exchanged
 
     def submit(
         self,
@@ -148,6 +150,28 @@ class AsyncLLM:
                     raise error
         finally:
             submission.cancel()
+
+    async def exchange_draft(self, draft: str) -> None:
+        """Load another draft while requests run, and exchange it between two rounds; see `LLM.exchange_draft`.
+
+        Running requests go on, and their texts stay the same. An exchange that has begun goes on if the task is
+        cancelled. A second one meanwhile is refused.
+        """
+        if not self._exchanging.acquire(blocking=False):
+            raise ExchangeUnderWay("A draft is being loaded already. Send the request again once that is done.")
+        # its own task: a cancelled caller must not leave a loaded draft behind that nobody uses
+        await asyncio.shield(asyncio.ensure_future(self._exchange(draft)))
+
+    async def _exchange(self, draft: str) -> None:
+        try:
+            new = await asyncio.to_thread(self._llm.load_draft, draft)
+            try:
+                await self._done(partial(self._llm.take_draft, new))
+            except BaseException:
+                new.discard()
+                raise
+        finally:
+            self._exchanging.release()
 
     async def aside(self, make: Callable[[LLM], Iterator[Item]]) -> AsyncGenerator[Item, None]:
         """Run an iterator over the loaded LLM in the engine's thread; yield its items, one between two rounds.

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
 from specbranch.assembly import (
-    ModelChoice,
     Parts,
     assemble,
     chosen_draft,
@@ -23,7 +22,6 @@ from specbranch.assembly import (
     cost_profile,
     draft_evaluation,
     executor_of,
-    experience_key,
 )
 from specbranch.clock.shipped import load_profile
 from specbranch.config import OVERLAPPING, ExecutorName, LoadOptions, SamplingParams, SpeculativeConfig, WarmUpName
@@ -37,11 +35,12 @@ from specbranch.core.scheduler import Scheduler
 from specbranch.core.session import RoundWatcher
 from specbranch.core.warm_up import count_late_from_now, save_kinds
 from specbranch.decoding import Decoding, Speculative, resolve
-from specbranch.engine_core import EngineCore, LoadedModels, PromptLike, raise_failure
+from specbranch.draft_exchange import HowLoaded, NewDraft, load_new_draft, take_new_draft
+from specbranch.engine_core import EngineCore, LoadedModels, PromptLike, experience_file, raise_failure
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.forward_sizes import draft_sizes
-from specbranch.experiences import ExperienceFile, Experiences, experience_folder
+from specbranch.experiences import Experiences
 from specbranch.hrad.engine_predictor import EnginePredictor
 from specbranch.older_names import with_older
 from specbranch.pairs import chosen_models
@@ -316,7 +315,8 @@ class LLM(LLMView):
         parts = assemble(target_choice, draft_choice, executor, profile, sizes)
         self.cache_dtype = load_options.cache_dtype
         saves = load_options.keep_experience and profile is None
-        file = _experience_file(target_choice, draft_choice, executor, parts) if saves else None
+        self._how = HowLoaded(target_choice, load_options, executor, sizes, saves)
+        file = experience_file(target_choice, draft_choice, executor, parts) if saves else None
         costs = profile or _learned_costs(parts.verifier.runner, executor in OVERLAPPING)
         predictor = EnginePredictor(load_options.predictor, self.target, draft_name, parts.verifier)
         max_batch = _batch_limit(load_options.max_batch, parts.verifier.runner)
@@ -329,6 +329,27 @@ class LLM(LLMView):
         # request for 0.1 to 0.3 s. `EngineCore.close` undoes it.
         gc.freeze()
         weakref.finalize(core.loop, gc.unfreeze)
+
+    def exchange_draft(self, draft: str) -> None:
+        """Load another draft of the same target and let it work from now on; the answers stay the same.
+
+        `draft` is a folder, a file or the name of a pair. If it cannot be loaded or does not fit the target, an error
+        says why, and the draft that works goes on. What was learned of the old draft is not used for the new one.
+        """
+        new = self.load_draft(draft)
+        try:
+            self.take_draft(new)
+        except BaseException:
+            new.discard()
+            raise
+
+    def load_draft(self, draft: str) -> NewDraft:
+        """Do the first half of `exchange_draft`: check and load. Any thread may call it while requests run."""
+        return load_new_draft(draft, self._how, self.core)
+
+    def take_draft(self, new: NewDraft) -> None:
+        """Do the second half of `exchange_draft`; the thread that makes the rounds calls it between two of them."""
+        take_new_draft(new, self.core)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -409,13 +430,6 @@ def _round_limits(runner: Runner, most: int | None) -> RoundLimits:
         batched_tokens=most,
     )
     return limits if most is None else replace(limits, rows=min(limits.rows, most))
-
-
-def _experience_file(
-    target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, parts: Parts
-) -> ExperienceFile | None:
-    folder = experience_folder()
-    return ExperienceFile(folder, experience_key(target, draft, executor, parts)) if folder else None
 
 
 def _learned_costs(model: Runner, overlap: bool) -> MeasuredCosts:

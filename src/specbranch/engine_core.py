@@ -14,10 +14,10 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from specbranch.answer import Answer, Chunk, Output
-from specbranch.assembly import Parts
+from specbranch.assembly import ModelChoice, Parts, experience_key
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
-from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS, PLAIN, find_method
 from specbranch.core.prediction import Prediction
@@ -32,7 +32,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.forward_sizes import draft_sizes, target_sizes
 from specbranch.exec.process import Process
 from specbranch.exec.verifier import Verifier
-from specbranch.experiences import Experiences
+from specbranch.experiences import ExperienceFile, Experiences, experience_folder
 from specbranch.grammar.compiler import Grammars
 from specbranch.hrad.engine_predictor import EnginePredictor
 
@@ -329,3 +329,11 @@ def raise_failure(output: Output | None) -> None:
     """Raise the error that ended an answer, if one did."""
     if output is not None and output.error is not None:
         raise output.error
+
+
+def experience_file(
+    target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, parts: Parts
+) -> ExperienceFile | None:
+    """Return the file of what is learned of a pair on this machine; None: it is not to be saved."""
+    folder = experience_folder()
+    return ExperienceFile(folder, experience_key(target, draft, executor, parts)) if folder else None

@@ -50,6 +50,10 @@ class RequestCancelled(SpecBranchError):
     """A request was let go before it was finished, by its caller or because the engine was closed."""
 
 
+class ExchangeUnderWay(SpecBranchError):
+    """A draft is being exchanged, so another cannot be exchanged yet."""
+
+
 class EngineFailed(SpecBranchError):
     """The thread that owns the models met an error that belongs to no single request."""
 

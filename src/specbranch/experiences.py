@@ -84,6 +84,23 @@ class Experiences:
                 made.insight.news = []
         return self._made[name]
 
+    def start_again(self, file: ExperienceFile | None, prior: DraftEvaluation | None) -> None:
+        """Forget what an exchanged draft has shown; `file` and `prior` are those of the new one.
+
+        The times of forwards stay as a first guess: rounds correct them.
+        """
+        if self._writer is not None and self.learned is not None and not self._writer.failed:
+            # a thread: the last write waits for an earlier one, and requests run meanwhile
+            Thread(target=self._writer.finish, args=(self._news([]),), daemon=True).start()
+        self.prior, self._written = prior, time.monotonic()
+        self._writer = BackgroundWriter(file, prior) if file else None
+        self._kept = file.read() if file else Kept()
+        if file and self.learned is not None:
+            self._kept.give(self.learned)
+        for name, made in self._made.items():
+            made.start_again(self._kept.insights.pop(name, Insight.starting_from(prior)))
+            made.insight.news = [] if file else None
+
     def write(self, last: bool = False) -> None:
         """Have news added to the file, at most every WRITE_PAUSE seconds, without waiting. The `last` call writes at
         once and waits until the news are there, up to a limit."""

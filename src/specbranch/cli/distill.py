@@ -13,17 +13,15 @@ from specbranch.cli.options import with_options, writing_options
 from specbranch.cli.sections import PATH, SectionedCommand, options_of
 from specbranch.errors import BadParameter
 
+RESUME_HERE = ""  # --resume without a draft
 _model, _writing, _training = (options_of(title) for title in ("Target and draft", "Writing", "Training"))
 
 
 @click.command(cls=SectionedCommand)
-@_model(
-    "--target", required=True, metavar="MODEL", help="Target model: a folder, a .gguf file, a Hub id or a known name."
-)
+@_model("--target", metavar="MODEL", help="Target model: a folder, a .gguf file, a Hub id or a known name.")
 @_model(
     "--layers",
     type=int,
-    required=True,
     metavar="N",
     help="Number of layers of the draft; it starts from as many layers of the target, evenly spaced.",
 )
@@ -60,9 +58,21 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
     is_flag=True,
     help="Stop after writing; train later with --resume or --material.",
 )
-@_training("--seconds-training", type=float, metavar="S", help="Seconds of training, at least 20 steps [300].")
+@_training(
+    "--from-served",
+    type=PATH,
+    metavar="DIR",
+    help="Train the draft of --resume DRAFT on with texts that `serve --keep-text DIR` kept, mixed with its original "
+    "material; the draft itself stays, the new one goes to --out.",
+)
+@_training(
+    "--seconds-training",
+    type=float,
+    metavar="S",
+    help="Seconds of training, at least 20 steps [300; 120 with --from-served].",
+)
 @_training("--steps", type=int, metavar="N", help="Train for N steps instead.")
-@_training("--learning-rate", type=float, default=6e-4, metavar="X", help="Peak learning rate [0.0006].")
+@_training("--learning-rate", type=float, metavar="X", help="Peak learning rate [0.0006; 0.0002 with --from-served].")
 @_training(
     "--rows",
     type=int,
@@ -77,16 +87,24 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
     help="Number of tokens in a row, packed with whole conversations [1024].",
 )
 @_training("--checkpoint-seconds", type=float, default=60.0, metavar="S", help="Seconds between two checkpoints [60].")
-@click.option("--resume", is_flag=True, help="Resume the run in DIR, wherever it stopped.")
+@click.option(
+    "--resume",
+    is_flag=False,
+    flag_value=RESUME_HERE,
+    metavar="[DRAFT]",
+    help="Resume the run in DIR, wherever it stopped. With --from-served: the draft that learns on, a folder or the "
+    "name of a pair.",
+)
 @click.option("--seed", type=int, default=0, metavar="N", help="Seed of writing and training [0].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: top1, top3, divergence, steps, tokens …")
-def distill(as_json: bool, start: str | None, data: Path | None, **given: Any) -> None:
+def distill(as_json: bool, start: str | None, data: Path | None, resume: str | None, **given: Any) -> None:
     """Train a draft for a target. No data set is needed: the target writes questions and answers, and the draft learns
     from them.
 
     \b
     specbranch distill --target smollm2-135m --layers 4 --out my-draft
     specbranch distill --target BIG --layers 4 --head-tokens 8192 --out my-draft --resume
+    specbranch distill --from-served kept --resume my-draft --out my-draft-2
 
     The draft shares the target's embedding and output head, and stores only its own layers. If the command is killed,
     the same command with --resume continues. DIR/training holds the training text, checkpoints, metrics.jsonl and a
@@ -98,13 +116,32 @@ def distill(as_json: bool, start: str | None, data: Path | None, **given: Any) -
     from specbranch.training.making.draft import DraftJob, make_draft
 
     prompts = () if data is None else tuple(read_prompts(None, data))
-    job = DraftJob(start=_layers(start), prompts=prompts, **given)
+    given = {name: value for name, value in given.items() if name != "learning_rate" or value is not None}
+    if (served := given.pop("from_served")) is not None:
+        from specbranch.cli.distill_served import learn
+
+        learn(served, resume, as_json, {**given, "prompts": prompts})
+        return
+    _check_new(given, resume)
+    job = DraftJob(start=_layers(start), prompts=prompts, resume=resume is not None, **given)
     with counted() as bars:
         record = make_draft(job, pulled, bars)
     if as_json:
         click.echo(json.dumps(record))
     else:
         click.echo(_written(record) if job.only_write else _summary(record))
+
+
+def _check_new(given: Mapping[str, Any], resume: str | None) -> None:
+    """Refuse a new draft without a target or a number of layers, and one that goes on from a draft."""
+    for name in ("target", "layers"):
+        if given[name] is None:
+            raise click.MissingParameter(param_hint=f"'--{name}'", param_type="option")
+    if resume:
+        raise BadParameter(
+            f"--resume names {resume}, which is for --from-served DIR. To resume the run in {given['out']}, say "
+            "--resume alone."
+        )
 
 
 def _layers(start: str | None) -> tuple[int, ...] | None:

@@ -28,6 +28,7 @@ from specbranch.extras import FASTAPI, RAY, UVICORN
 
 if TYPE_CHECKING:
     from specbranch.cluster.settings import Scale
+    from specbranch.serve.settings import ServerSettings
 
 _server, _keys, _limits, _replicas = (options_of(title) for title in ("Server", "Keys", "Limits", "Replicas"))
 VARIABLES = "SPECBRANCH_SERVE_"  # how the environment variables of the options begin
@@ -75,6 +76,18 @@ VARIABLES = "SPECBRANCH_SERVE_"  # how the environment variables of the options 
 )
 @_server("--log-text", is_flag=True, help="Log prompts and answers; by default no log line contains either.")
 @_server(
+    "--keep-text",
+    type=PATH,
+    metavar="DIR",
+    help="Keep prompts and answers in this folder, as token ids, for `distill --from-served` [nothing is kept].",
+)
+@_server(
+    "--keep-text-limit",
+    type=int,
+    metavar="BYTES",
+    help="Maximum size of that folder; beyond it the oldest texts are deleted [268435456].",
+)
+@_server(
     "--otlp-traces-endpoint",
     metavar="URL",
     help="OpenTelemetry collector to send a span of each request to, such as http://localhost:4318/v1/traces "
@@ -85,6 +98,12 @@ VARIABLES = "SPECBRANCH_SERVE_"  # how the environment variables of the options 
     "--new-key",
     metavar="NAME",
     help="Create a key called NAME, add its hash to --keys FILE, print the key once, and exit.",
+)
+@_keys(
+    "--admin-keys",
+    type=PATH,
+    metavar="FILE",
+    help="Let clients that have a key in this file change the server: POST /admin/draft exchanges the draft.",
 )
 @_keys("--without-keys", is_flag=True, help="Allow an address that others can reach without keys.")
 @_limits("--max-batch", type=int, metavar="N", help="Maximum batch size; memory may allow less [64].")
@@ -171,11 +190,10 @@ def serve(context: click.Context, /, **_: Any) -> None:
     if given["print_config"]:
         click.echo(effective(context, asdict(settings)))
         return
-    if settings.keys is not None:
-        from specbranch.serve.keys import KeyFile
-
-        KeyFile(settings.keys)  # report its errors before the models are loaded
+    _check_files(settings)
     scale = _scale(given)
+    if scale is not None:
+        _check_alone(settings)
     from specbranch.serve.run import bound
     from specbranch.serve.run import serve as run
     from specbranch.serve.tracing import Collector
@@ -190,6 +208,28 @@ def serve(context: click.Context, /, **_: Any) -> None:
     from specbranch.cluster.run import serve_replicas
 
     serve_replicas(llm_arguments(given), settings, scale, sockets)
+
+
+def _check_files(settings: ServerSettings) -> None:
+    """Report errors of files and folders before the models are loaded."""
+    from specbranch.serve.keeping import check_private
+    from specbranch.serve.keys import KeyFile
+
+    for keys in (settings.keys, settings.admin_keys):
+        if keys is not None:
+            KeyFile(keys)
+    if settings.keep_text is not None:
+        check_private(settings.keep_text)
+
+
+def _check_alone(settings: ServerSettings) -> None:
+    """Refuse what only a server without replicas does."""
+    for option, given in (("--keep-text", settings.keep_text), ("--admin-keys", settings.admin_keys)):
+        if given is not None:
+            raise BadParameter(
+                f"{option} works on a server without replicas: each replica would need a folder, or an exchange, of "
+                "its own. Leave it out, or leave out --replicas."
+            )
 
 
 def _scale(given: dict[str, Any]) -> Scale | None:

@@ -8,7 +8,7 @@ from tokens that no verdict has judged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, Self
 
 from specbranch.core.arms import Arms
@@ -259,6 +259,15 @@ class Experience:
         self.goodput = Goodput()
         self.arms = Arms()  # of all requests; not saved
         self._credit = 0.0  # seconds that may go to a probe
+
+    def start_again(self, insight: Insight) -> None:
+        """Forget what an exchanged draft has shown. In place, because running requests plan by these statistics."""
+        news: list[News] | None = None if self.insight.news is None else []
+        for one in fields(Insight):
+            setattr(self.insight, one.name, getattr(insight, one.name))
+        self.insight.news = news
+        self.goodput, self.arms = Goodput(), Arms()
+        self.reset_probe_credit()
 
     def has_credit(self, seconds: float) -> bool:
         """True if the probe credit covers so many seconds."""

@@ -234,6 +234,13 @@ class Loop:
         """Leave a live session out of all rounds, or let it take part again."""
         self._live[session.number].paused = paused
 
+    def draft_exchanged(self) -> None:
+        """Note that the executor has another draft, which holds no token of any session."""
+        self._forest.forget()
+        self._plain.forget()
+        for member in self._live.values():
+            member.draft_prefilled = 0
+
     def uncomputed(self, session: Session) -> int:
         """Return how many tokens of a live session the target has to prefill."""
         member = self._live.get(session.number)

@@ -89,6 +89,18 @@ class ChildRound:
         return self.heads is not None or self.made is not None
 
 
+@dataclass(frozen=True, slots=True)
+class ReadyDraft:
+    """The process of a draft that has loaded its model and has no work yet."""
+
+    source: Spawn
+    child: Child
+
+    def discard(self) -> None:
+        """End the process: it is not needed."""
+        self.child.stop(0.0)
+
+
 class Process(DecodesWithTarget):
     """Verifies here while a child drafts."""
 
@@ -188,6 +200,33 @@ class Process(DecodesWithTarget):
         self._await(work, _is_made)
         answer = _in_time(work)
         return Made(answer.made or {}, answer.span, drafts if answer.made is None else ())
+
+    @property
+    def exchanges_draft(self) -> bool:
+        """True if the draft's process was started here, so that another one can take its place."""
+        return isinstance(self._source, Spawn)
+
+    def start_draft(self, recipe: Recipe) -> ReadyDraft:
+        """Start the process of another draft beside the one at work, and wait until it is ready; in any thread."""
+        source = Spawn(recipe, self._limits)
+        child = source.start()
+        try:
+            _await_ready(child, time.monotonic() + self._limits.start)
+        except BaseException as error:
+            child.stop(0.0)
+            if isinstance(error, (Lost, LinkLost, BadMessage)):
+                raise ModelError(f"The process of the new draft could not start: {error}.") from error
+            raise
+        return ReadyDraft(source, child)
+
+    def exchange_draft(self, ready: ReadyDraft) -> None:
+        """Let another draft work from the next round on; it is sent the text of a session with its first order."""
+        if self._closed:
+            raise SpecBranchError("This executor was closed; make a new one.")
+        self._stop_child(0.0)
+        self._source, self._child, self._pace = ready.source, ready.child, ChildSpeed()
+        self._failures, self._again_at, self._started = 0, 0.0, self.now()
+        self._welcome(ready.child)
 
     def kv_slots(self) -> tuple[KVSlots, ...]:
         """Return the KV slots of the target, if it counts them; those of the child are unknown here."""
@@ -432,6 +471,20 @@ class Process(DecodesWithTarget):
         if self._child:
             self._child.stop(seconds)
             self._child = None
+
+
+def _await_ready(child: Child, end: float) -> None:
+    """Wait until a child has loaded its model; raise an error that says why it cannot."""
+    while (data := child.link.peek()) is None:
+        if (left := end - time.monotonic()) <= 0.0:
+            raise Lost("its model is not loaded in time")
+        child.link.pump(left)
+    message = from_bytes(data)
+    child.link.drop()
+    if isinstance(message, Broken):
+        raise Lost(message.reason[:500])
+    if not isinstance(message, Ready):
+        raise Lost(f"it said {type(message).__name__} instead of Ready")
 
 
 def _is_made(work: ChildRound) -> bool:

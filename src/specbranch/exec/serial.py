@@ -149,6 +149,15 @@ class Serial(DecodesWithTarget):
         self._in_forest = ready
         return ready
 
+    def exchange_draft(self, draft: Drafter) -> None:
+        """Let another draft work from the next round on. It reads the text of a session with its first order there."""
+        old, self.draft = self.draft, draft
+        for session, request in old.requests.items() if old else ():
+            draft.open(session, request)
+            old.free(session)  # type: ignore[union-attr]
+        self._warmed = warming((self.target.runner, draft.runner))
+        self._without.clear()
+
     def kv_slots(self) -> tuple[KVSlots, ...]:
         """Return the KV slots of each model that counts them."""
         return kv_slots_of(self.target, self.draft)

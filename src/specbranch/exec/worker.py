@@ -62,6 +62,11 @@ class Worker:
         if self._held.pop(session, None):
             self.runner.close(session)
 
+    @property
+    def requests(self) -> dict[int, Request]:
+        """The requests of all open sequences, by session."""
+        return {session: held.request for session, held in self._held.items()}
+
     def prefill_counts(self, sessions: Collection[int] | None = None) -> dict[int, PrefillCount]:
         """Return what was prefilled of the prompts of all or some sessions since the last call."""
         held_by = self._held if sessions is None else {one: self._held[one] for one in sessions if one in self._held}

@@ -44,6 +44,16 @@ class EnginePredictor:
         found = self._found[0]
         return found is not None and found.reaches(config.num_speculative_tokens)
 
+    @property
+    def is_used(self) -> bool:
+        """True if a predictor was found for a method that uses one."""
+        return any(found is not None for found in self._found)
+
+    def look_for(self, draft: str) -> None:
+        """From now on look for a predictor of another draft."""
+        predictor, target, _ = self._names
+        self._names, self._found = (predictor, target, draft), []
+
     def _look(self) -> TargetForecaster | None:
         from specbranch.hrad.forecaster import ON, TargetForecaster
 

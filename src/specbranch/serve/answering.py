@@ -45,6 +45,7 @@ class Prepared:
     scored: int | None = None  # top tokens to report at each position of the prompts; None: no scores of prompts
     generates: bool = True  # False: only the prompts are scored
     reasoning: Callable[[Output], int] | None = None  # counts an answer's tokens of reasoning; None: there is none
+    may_be_kept: bool = True  # by a server that keeps what it serves; False: the client has said no
 
     @property
     def choices(self) -> int:
@@ -200,11 +201,13 @@ class Answering:
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
     def finish(self, index: int, output: Output) -> None:
-        """Count a finished answer; raise the error that ended it, if one did."""
+        """Count a finished answer, and keep it if that is asked for; raise the error that ended it, if one did."""
         if output.error is not None:
             raise output.error
         self.outputs[index] = output
         self.serving.metrics.finished(output)
+        if self.serving.keeper is not None and self.prepared.may_be_kept:
+            self.serving.keeper.keep(output.prompt_token_ids, output.token_ids)
 
     async def scores(self) -> PromptScores:
         """Return the log-probabilities of the prompts, if they were requested."""

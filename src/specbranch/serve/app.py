@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.applications import Starlette
 
 from specbranch import __version__
-from specbranch.serve import chat, completions, operations, page, responses
+from specbranch.serve import admin, chat, completions, operations, page, responses
 from specbranch.serve.errors import add_handlers
 from specbranch.serve.headers import SafeHeaders
 from specbranch.serve.keys import Gate
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specbranch.serve.settings import ServerSettings
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 413, 421, 429, 503)
+    status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 409, 413, 421, 429, 503)
 }
 
 # FastAPI's own would repeat our spans, and log exceptions with their messages, which may hold text of clients.
@@ -44,12 +44,15 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, tracer_provider: Trac
 
     `tracer_provider`: the OpenTelemetry provider of the program around it, instead of one of the settings.
     """
+    serving = Serving.of(engine, settings)
     tracing = Tracing.of(settings) if tracer_provider is None else Tracing(tracer_provider)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await engine.close(drain=False)  # answers had their time already
+        if serving.keeper is not None:
+            await asyncio.to_thread(serving.keeper.close)
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
@@ -62,9 +65,9 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, tracer_provider: Trac
         responses=ERRORS,
         telemetry=NO_TELEMETRY,
     )
-    serving = app.state.serving = Serving.of(engine, settings)
+    app.state.serving = serving
     add_handlers(app)
-    for part in (chat, completions, responses, operations):
+    for part in (chat, completions, responses, operations, admin):
         app.include_router(part.router)
     page.mount(app)
     add_layers(app, settings, serving.limits)

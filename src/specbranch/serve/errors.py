@@ -20,6 +20,7 @@ from specbranch.errors import (
     BadParameter,
     CacheFull,
     DeadlinePassed,
+    ExchangeUnderWay,
     MissingPackage,
     PoolFull,
     RequestCancelled,
@@ -126,6 +127,8 @@ def of_engine(error: BaseException) -> ApiError:
         return ApiError(400, str(error), code="unsupported_parameter")
     if isinstance(error, DeadlinePassed):
         return ApiError(408, str(error), "timeout_error", "deadline_passed")
+    if isinstance(error, ExchangeUnderWay):
+        return ApiError(409, str(error), code="exchange_under_way", headers={"retry-after": "5"})
     if isinstance(error, RequestCancelled):
         return shutting_down()
     said = str(error) if isinstance(error, SpecBranchError) else "The server made a mistake; its log tells more."

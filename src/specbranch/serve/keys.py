@@ -27,6 +27,8 @@ from specbranch.serve.settings import ServerSettings
 
 log = logging.getLogger("specbranch.serve")
 OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/openapi.json")  # and the page
+ADMIN = "/admin/"  # paths of what changes the server
+BEARER = {"www-authenticate": "Bearer"}
 KEY_PREFIX = "sb-"
 _NAME = re.compile(r"[\w.@-]{1,64}")
 _LINE = re.compile(r"([\w.@-]{1,64}) sha256:([0-9a-f]{64})")
@@ -85,11 +87,15 @@ def new_key(path: Path, name: str) -> str:
 
 
 class Gate:
-    """Refuses requests without a key if there are keys, and requests to another host name."""
+    """Refuses requests without a key if there are keys, and requests to another host name.
+
+    What changes the server needs a key of its own, whoever asks, also where answers need none.
+    """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
         self._keys = None if settings.keys is None else KeyFile(settings.keys)
+        self._admins = None if settings.admin_keys is None else KeyFile(settings.admin_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -104,16 +110,22 @@ class Gate:
             # DNS rebinding: a foreign page could point its own host name here and read the answers
             said = "This server is not asked for under that name. Whoever runs it can allow it: --allow-host NAME."
             return ApiError(421, said, code="wrong_host")
-        if self._keys is None or path in OPEN_PATHS or is_page(path):
+        keys = self._admins if (is_admin := path.startswith(ADMIN)) else self._keys
+        if is_admin and keys is None:
+            said = "This server was started without --admin-keys FILE, so nobody may change it. See docs/serving.md."
+            return ApiError(403, said, "permission_error", "no_admin_keys")
+        if keys is None or path in OPEN_PATHS or is_page(path):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        owner = self._keys.owner(key.strip()) if scheme.lower() == "bearer" else None
+        owner = keys.owner(key.strip()) if scheme.lower() == "bearer" else None
         note_of(scope).key = owner
         if owner is not None:
             return None
+        if is_admin:
+            said = "No valid admin key was sent; expected 'Authorization: Bearer KEY' with a key of --admin-keys."
+            return ApiError(401, said, "authentication_error", "invalid_admin_key", headers=BEARER)
         said = "No valid API key was sent; expected the header 'Authorization: Bearer KEY'."
-        needed = {"www-authenticate": "Bearer"}
-        return ApiError(401, said, "authentication_error", "invalid_api_key", headers=needed)
+        return ApiError(401, said, "authentication_error", "invalid_api_key", headers=BEARER)
 
     def _is_ours(self, host: str) -> bool:
         name = re.sub(r":\d*$", "", host).lower()

@@ -104,6 +104,7 @@ class Live:
         self._races = False  # True during a race: one at a time, so that it has the machine to itself
         self.trial = Trial(serving.engine)
         self._modelled: dict[str, LLMView] = {}  # by clock; a planner learns from race to race, in the engine's thread
+        self._modelled_draft: object = None  # the draft's worker that these views have
 
     def about(self) -> LiveEvent:
         """Return the choices that the page offers."""
@@ -178,6 +179,8 @@ class Live:
     def _modelled_by(
         self, clock: str, method: str | None, prompt: list[int], params: SamplingParams, seen: Witness, llm: LLM
     ) -> Iterator[Chunk]:
+        if self._modelled_draft is not llm.drafter:  # it was exchanged
+            self._modelled, self._modelled_draft = {}, llm.drafter
         if clock not in self._modelled:
             self._modelled[clock] = llm.modelled(clock)
         timed = self._modelled[clock]

@@ -15,6 +15,7 @@ from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.scheduler import Snapshot
 from specbranch.serve.connections import CUT_REASONS, Connections
 from specbranch.serve.exposition import Histogram, Series, exposed
+from specbranch.serve.keeping import Kept
 from specbranch.serve.limits import REFUSALS, Limits
 
 METRIC_PREFIX = "specbranch:"
@@ -76,6 +77,9 @@ class ServerMetrics:
         self._rollback = _counter("rollback_tokens", "Drafted tokens that were thrown away.")
         self._opened = _counter("branches_opened", "Positions at which branches were prepared.")
         self._hit = _counter("branches_hit", "Branches that the target went on with.")
+        self._kept = _counter("kept_texts", "Answers that were kept for the training of a draft.")
+        self._kept_bytes = _gauge("kept_text_bytes", "Bytes of the folder of kept texts.")
+        self._not_kept = _counter("kept_texts_dropped", "Answers that were to be kept and were not, by why.")
         self._draft_idle = _counter("draft_idle_seconds", "Time of decoding in which the draft did nothing.")
         self._target_idle = _counter("target_idle_seconds", "Time of decoding in which the target did nothing.")
         self._restarts = _counter("draft_restarts", "Times that a draft's process was made anew.")
@@ -123,6 +127,13 @@ class ServerMetrics:
         self._whole.observe(queued + prefill + decode)
         if stats["tokens"] > 1:
             self._each.observe(decode / (stats["tokens"] - 1))
+
+    def count_kept(self, kept: Kept) -> None:
+        """Take the counts of kept texts."""
+        self._kept.set(kept.texts)
+        self._kept_bytes.set(kept.bytes)
+        for reason, count in kept.dropped.items():
+            self._not_kept.set(count, reason=reason)
 
     def text(self, snapshot: Snapshot, draft: DraftState, limits: Limits, connections: Connections) -> str:
         """Write all of it, as Prometheus reads it."""

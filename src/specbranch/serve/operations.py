@@ -85,6 +85,8 @@ async def metrics(request: Request) -> PlainTextResponse:
     """Tell Prometheus."""
     serving = serving_of(request)
     engine, counts = serving.engine, (serving.limits, serving.connections)
+    if serving.keeper is not None:
+        serving.metrics.count_kept(serving.keeper.kept())
     return PlainTextResponse(serving.metrics.text(engine.stats(), engine.draft_state, *counts), media_type=PROMETHEUS)
 
 

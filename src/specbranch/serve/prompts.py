@@ -82,6 +82,7 @@ def prepared(
         scored,
         generates=max_tokens != 0,
         reasoning=partial(use.reasoning_tokens, prompt) if use and use.formats.thinking else None,
+        may_be_kept="store" not in asked.model_fields_set or asked.store in (None, True),
     )
 
 

@@ -306,6 +306,19 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
+class DraftRequest(Body):
+    """The body of /admin/draft."""
+
+    draft: str = Field(min_length=1, max_length=4096, description="A folder or a file on the server, or a pair's name.")
+
+
+class DraftResponse(BaseModel):
+    """The draft that works now, and how long loading it took."""
+
+    draft: str
+    seconds: float
+
+
 class CachedTokens(BaseModel):
     """What of a prompt was not read again."""
 
@@ -625,6 +638,7 @@ BODIES: dict[str, type[Body]] = {  # by endpoint
     "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/admin/draft": DraftRequest,
 }
 BODY_PARTS: dict[str, type[Body]] = {  # by the parameter that holds them
     "messages": ChatMessage,

@@ -12,8 +12,10 @@ from pathlib import Path
 from starlette.requests import Request
 
 from specbranch.async_engine import AsyncLLM
+from specbranch.kept_text import KeptHead
 from specbranch.serve.connections import Connections
 from specbranch.serve.errors import ApiError
+from specbranch.serve.keeping import Keeper
 from specbranch.serve.limits import Limits
 from specbranch.serve.metrics import ServerMetrics
 from specbranch.serve.settings import ServerSettings
@@ -34,6 +36,7 @@ class Serving:
     metrics: ServerMetrics
     spelling: Spelling
     formats: AnswerFormats  # of tool calls and reasoning
+    keeper: Keeper | None = None  # of what is served; None: nothing is kept
     parsing: TextWork = field(default_factory=TextWork)  # of bodies
     tokenizing: TextWork = field(default_factory=TextWork)  # of texts that were admitted
     since: int = field(default_factory=lambda: int(time.time()))
@@ -44,13 +47,22 @@ class Serving:
         model = settings.model_name or Path(engine.target).name
         counts = Limits(settings), Connections(settings), ServerMetrics(model)
         formats = AnswerFormats.of(engine.tokenizer, settings)
-        return cls(engine, settings, model, *counts, Spelling(engine.tokenizer), formats)
+        spelling, keeper = Spelling(engine.tokenizer), _keeper(engine, settings)
+        return cls(engine, settings, model, *counts, spelling, formats, keeper)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model's name that is not served. A request without a name is accepted."""
         if name is not None and name != self.model:
             said = f"There is no model {name!r:.200} here; this server has {self.model!r}."
             raise ApiError(404, said, code="model_not_found", param="model")
+
+
+def _keeper(engine: AsyncLLM, settings: ServerSettings) -> Keeper | None:
+    """Return what keeps served texts, if that is asked for."""
+    if settings.keep_text is None:
+        return None
+    head = KeptHead(Path(engine.target).name, engine.tokenizer.fingerprint, engine.vocabulary)
+    return Keeper(settings.keep_text, settings.keep_text_limit, head)
 
 
 def serving_of(request: Request) -> Serving:

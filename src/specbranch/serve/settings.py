@@ -20,6 +20,7 @@ MOST_STOPS, LONGEST_STOP = 128, 256  # texts, and characters: each is searched f
 MOST_BIASES = 1024  # tokens: each is written into every row
 MOST_STOP_IDS = 1024  # tokens that end an answer
 MOST_TOOLS, MOST_NAME = 256, 128  # of a request, and characters of a function's name
+LEAST_KEPT_BYTES = 1 << 16  # of --keep-text-limit: some long texts
 LONGEST_SETTING = 365 * 86400.0  # seconds: longer ones are mistakes, and beyond what threads can wait
 
 
@@ -33,6 +34,7 @@ class ServerSettings:
     uds_mode: str = "600"  # who may open it, in octal digits
     model_name: str | None = None  # None: the target's own
     keys: Path | None = None  # a file of hashed keys; None: everybody who reaches the server may use it
+    admin_keys: Path | None = None  # the same for what changes the server; None: nobody may
     allowed_hosts: tuple[str, ...] = ()  # host names under which it may be addressed besides its own
     max_queue: int = 256  # samples that may wait besides those of the batch
     max_batch: int = 64  # the maximum batch size, in samples
@@ -45,6 +47,8 @@ class ServerSettings:
     timeout: float = 600.0  # seconds in which a request has to be answered
     grace: float = 60.0  # seconds that running answers have once the server is stopped
     log_text: bool = False  # log prompts and answers
+    keep_text: Path | None = None  # a folder for the tokens of what is served; None: nothing is kept
+    keep_text_limit: int = 256 * 2**20  # bytes of that folder
     otlp_traces_endpoint: str | None = None  # where traces are sent; None: where OpenTelemetry's variables say
     tool_call_parser: str | None = None  # the format of tool calls; None: the one that the chat template shows
     reasoning_parser: str | None = None  # the format of reasoning; None: the one that the chat template shows
@@ -67,6 +71,14 @@ class ServerSettings:
         if url is not None and not re.match(r"https?://[^/\s]", url):
             said = f"otlp_traces_endpoint is {url!r:.80}; expected an address such as"
             raise BadParameter(f"{said} http://localhost:4318/v1/traces.")
+        if self.keep_text_limit < LEAST_KEPT_BYTES:
+            said = f"keep_text_limit is {self.keep_text_limit!r}; expected bytes, at least {LEAST_KEPT_BYTES}."
+            raise BadParameter(said)
+        if self.admin_keys is not None and self.admin_keys == self.keys:
+            raise BadParameter(
+                f"keys and admin_keys are both {self.keys}, so every client could change the server. Make another "
+                "file: specbranch serve --keys FILE --new-key NAME, then --admin-keys FILE."
+            )
         if not 0 <= self.port <= 65535:
             raise BadParameter(f"port is {self.port}; expected one from 0 (any that is free) to 65535.")
 

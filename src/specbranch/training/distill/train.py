@@ -33,6 +33,7 @@ from specbranch.training.distill.checkpoint import Checkpoint, write_checkpoint
 from specbranch.training.distill.material import PADDING, Batch, Material
 from specbranch.training.distill.model import NO_SCORES, CountedRows, Stack, compare, counted, divergence, judge
 from specbranch.training.distill.picture import picture
+from specbranch.training.distill.start import StartingDraft
 from specbranch.training.distill.teacher import Teacher, moved
 from specbranch.training.distill.train_settings import TrainSettings, learning_rate
 
@@ -78,8 +79,12 @@ def train(
     *,
     resume: bool = False,
     watch: Onlooker = silent,
+    start: StartingDraft | None = None,
 ) -> Trained:
-    """Train a draft; with `resume`, continue from the folder's checkpoint if it has one."""
+    """Train a draft; with `resume`, continue from the folder's checkpoint if it has one.
+
+    `start`: a draft to train on, instead of layers of the target.
+    """
     if not len(material) or not len(held_out):
         raise BadParameter(
             f"There are {len(material)} conversations to train on and {len(held_out)} to compare with; expected some "
@@ -87,7 +92,7 @@ def train(
         )
     with spoken(folder, RESUME):
         folder.mkdir(parents=True, exist_ok=True)
-    run = _Training(arch, weights, material, held_out, settings, folder, watch)
+    run = _Training(arch, weights, material, held_out, settings, folder, watch, start)
     if resume and run.checkpoint.exists():
         run.restore()
     else:
@@ -110,16 +115,20 @@ class _Training:
         settings: TrainSettings,
         folder: Path,
         watch: Onlooker,
+        start: StartingDraft | None = None,
     ) -> None:
         self.settings, self.material, self.held_out, self.watch = settings, material, held_out, watch
         self.checkpoint, self.metrics, self.picture = (folder / name for name in (CHECKPOINT, METRICS, PICTURE))
         ids = frequent_tokens(material, arch.vocabulary, settings.head_tokens) if settings.head_tokens else None
+        ids = ids if start is None else start.head_ids
         self.device = weights.norm.device
         self.teacher = Teacher(Stack(arch, weights))
         self.remembering = self.teacher.has_room(material)
         self.student = Stack(
             arch, weights, settings.layers, trained=True, head_ids=None if ids is None else ids.to(self.device)
         )
+        if start is not None:
+            start.give(self.student)
         self.optimiser = _optimiser(self.student, settings)
         self.identity = _identity(settings, material, weights)
         self.total = settings.steps
@@ -282,7 +291,8 @@ class _Training:
         if self.total is not None or self.step < CALIBRATION or self.settings.seconds is None:
             return
         each = (self.seconds - self._warm[1]) / (self.step - self._warm[0])
-        self.total = max(self.step, int(self.settings.seconds * STEPS_SHARE / each))
+        fitting = int(self.settings.seconds * STEPS_SHARE / each)
+        self.total = max(self.step, min(fitting, self.settings.most_steps or fitting))
         self.save()
 
     def _record(self) -> None:

@@ -18,6 +18,7 @@ class TrainSettings:
     layers: tuple[int, ...]  # those of the target it starts from
     steps: int | None = None
     seconds: float | None = None
+    most_steps: int | None = None  # that `seconds` may become
     learning_rate: float = 6e-4
     last_rate: float = 0.02  # share of it that is left at the end
     warmup: int = 100  # steps, or a tenth of all if that is less
