@@ -57,8 +57,8 @@ def check_taps(taps: Sequence[int], held: int) -> None:
     """Raise unless these are three ascending numbers of layers that the target has."""
     if len(taps) != TAPS or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= held:
         raise BadParameter(
-            f"The taps are {list(taps)}; expected {TAPS} ascending numbers from 0 (the embedding) to {held} (all of the "
-            "target's layers have run)."
+            f"The taps are {list(taps)}; expected {TAPS} ascending numbers from 0 (the embedding) to {held} (all "
+            "layers)."
         )
 
 

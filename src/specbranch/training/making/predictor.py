@@ -36,8 +36,8 @@ from specbranch.models.loading import open_model
 from specbranch.progress import Onlooker
 from specbranch.provenance import trained_with
 from specbranch.training.distill.agreement import AnsweredPrompt
-from specbranch.training.distill.material import Material, material_files, material_in
-from specbranch.training.distill.openings import GIVEN, KIND_NAMES, Script
+from specbranch.training.distill.material import GIVEN, Material, material_files, material_in
+from specbranch.training.distill.openings import KIND_NAMES, Script
 from specbranch.training.distill.writer import load_target, write
 from specbranch.training.distill.writer_settings import WriterSettings, question_room
 from specbranch.training.hrad import report
