@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_reference import Eagle, drafted
 from torch import Tensor
 
+from eagle_rows import Eagle, drafted
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate

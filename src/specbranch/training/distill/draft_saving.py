@@ -32,7 +32,7 @@ from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import D2T, NORMS, LayerWeights
 from specbranch.training.distill.features import FeatureWeights
 
-FEATURES = "features"  # in config.json: the form of a draft that reads features
+FEATURE_BLOCK = "features"  # in config.json: the form of a draft that reads features
 # Where a target lies that is known by another name here.
 ON_THE_HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
@@ -65,7 +65,7 @@ def save_draft(
     path = Path(folder)
     refuse_other_draft(path, info.target_fingerprint)
     config = {**config_of(arch_of_layers(arch, info.layers)), KEY: asdict(info)}
-    config |= {FEATURES: feature_form(taps)} if taps else {}
+    config |= {FEATURE_BLOCK: feature_form(taps)} if taps else {}
     measured, made = dict(figures or {}), dict(provenance or {})
     card = _card(info, taps, licence, measured, made)
     texts = {"README.md": card, "provenance.json": _json({**made, "figures": measured})}
