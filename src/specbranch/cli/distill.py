@@ -66,7 +66,12 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
 )
 @_model("--device", metavar="DEVICE", help="Device: cpu, cuda, cuda:1 … [a GPU if there is one].")
 @with_options(
-    writing_options(120, 1024, "Train on text that an earlier run wrote (a file, or a folder of files); write nothing.")
+    writing_options(
+        120,
+        1024,
+        "2048 on a GPU, else 640",
+        "Train on text that an earlier run wrote (a file, or a folder of files); write nothing.",
+    )
 )
 @_writing(
     "--only-write",
@@ -80,14 +85,13 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
     "--rows",
     type=int,
     metavar="N",
-    help="Batch size of a training step; halved while memory is short [64 on a GPU, else 8].",
+    help="Batch size of a training step; halved while memory is short [64 K tokens on a GPU, else 8 rows].",
 )
 @_training(
     "--length",
     type=int,
-    default=1024,
     metavar="N",
-    help="Number of tokens in a row, packed with whole conversations [1024].",
+    help="Number of tokens in a row, packed with whole conversations [2048 on a GPU, else 1024].",
 )
 @_training(
     "--unroll",

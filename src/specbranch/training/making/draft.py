@@ -44,6 +44,8 @@ from specbranch.training.making.writing import Fetch, WritingJob
 log = logging.getLogger("specbranch")
 
 DRAFT_SECONDS, DRAFT_ROWS = 120.0, 1024  # defaults of the writing
+LONG_TEXTS = 2048  # tokens of a conversation and of a training row on a GPU: long enough to learn to copy
+STEP_TOKENS = 1 << 16  # of a training step on a GPU
 UNROLLED = 8  # rows in a row that a feature draft is trained for: beyond them it falls off
 HeadSize = Literal["full", "reduced"]
 SEEDS = 2**53  # beyond it, the seeds of the slices would have no room
@@ -73,7 +75,7 @@ class DraftJob(WritingJob):
     steps: int | None = None
     learning_rate: float = 6e-4
     rows: int | None = None
-    length: int = 1024
+    length: int | None = None
     checkpoint_seconds: float = 60.0
     resume: bool = False
     seed: int = 0
@@ -99,13 +101,16 @@ class DraftJob(WritingJob):
 
     def training(self, arch: Architecture) -> TrainSettings:
         """Return how the draft is trained."""
-        usual_rows = 8 if self.device_name == "cpu" else 64
         if self.head_tokens is not None and not 1 <= self.head_tokens < arch.vocabulary:
             raise BadParameter(
                 f"--head-tokens is {self.head_tokens}; expected 1 to {arch.vocabulary - 1}, or leave it out for all "
                 f"{arch.vocabulary}."
             )
-        layers, length = self._start_layers(arch.layers), min(self.length, arch.context_length)
+        on_cpu = self.device_name == "cpu"
+        usual_length = 1024 if on_cpu else LONG_TEXTS
+        length = min(usual_length if self.length is None else self.length, arch.context_length)
+        usual_rows = 8 if on_cpu else max(STEP_TOKENS // max(length, 1), 1)
+        layers = self._start_layers(arch.layers)
         taps = self._taps(arch, layers, length) if self.kind == "features" else ()
         return TrainSettings(
             layers=layers,
@@ -178,7 +183,7 @@ def _plan(job: DraftJob, fetch: Fetch) -> _Plan:
         )
     arch, file = open_model(locate(source))
     check_trainable(arch)
-    writing, training = job.writing(DRAFT_SECONDS, DRAFT_ROWS, job.seed), job.training(arch)
+    writing, training = job.writing(DRAFT_SECONDS, DRAFT_ROWS, job.seed, LONG_TEXTS), job.training(arch)
     fingerprint = fingerprint_of(arch, file)
     if job.out.is_dir():
         refuse_other_draft(job.out, fingerprint)
