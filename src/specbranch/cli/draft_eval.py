@@ -13,7 +13,7 @@ from specbranch.cli.sections import PATH, SectionedCommand
 from specbranch.errors import BadParameter
 from specbranch.pairs import chosen_models
 
-ALL_KINDS, CHAIN = "all", 5  # the chain whose tokens a forward are shown
+ALL_KINDS, SHOWN_CHAIN = "all", 5  # the chain whose tokens a forward are shown
 
 if TYPE_CHECKING:
     from specbranch.assembly import ModelChoice
@@ -201,11 +201,13 @@ def _table(kinds: Kinds, ratio: float, prompts: int) -> str:
 
 def _by_kind(kinds: Kinds, ratio: float) -> str:
     wide = max(len("kind"), *map(len, kinds))
-    lines = [f"{'kind':{wide}}  tokens  top-1 after 0, 1, 2 … right ones        chain of {CHAIN}   expected speed"]
+    lines = [
+        f"{'kind':{wide}}  tokens  top-1 after 0, 1, 2 … right ones        chain of {SHOWN_CHAIN}   expected speed"
+    ]
     for name, found in kinds.items():
         length, speed = _best(found, ratio)
         depths = " ".join(f"{one:.2f}".removeprefix("0") for one in found.by_depth[:8])
-        brings = found.tokens_a_forward[CHAIN - 1]
+        brings = found.tokens_a_forward[SHOWN_CHAIN - 1]
         lines.append(
             f"{name:{wide}}  {found.tokens:6}  {depths:40} {brings:5.2f} tokens  {speed:5.2f} × (chains of {length})"
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-NAMES = (
+FIRST_NAMES = (
     *("Amara", "Bruno", "Chen", "Daria", "Elif", "Farid", "Greta", "Hiro", "Ines", "Jonas", "Kofi", "Lucia", "Malik"),
     *("Nadia", "Oskar", "Priya", "Quentin", "Rosa", "Sven", "Tariq", "Uma", "Viktor", "Wanda", "Yusuf", "Zoe"),
 )
@@ -85,22 +85,22 @@ def _about_table(random: Random) -> tuple[str, str]:
     text = random.choice([column for column in table.columns if column not in table.numbers])
     limit = sorted(str(one[at]) for one in table.rows)[len(table.rows) // 2]
     fields = {"number": number, "text": text, "at": row + 1, "limit": limit, "key": table.rows[row][0]}
-    return random.choice(FORMATS)(table), random.choice(ON_ROWS).format(**fields)
+    return random.choice(TABLE_FORMATS)(table), random.choice(ON_ROWS).format(**fields)
 
 
 def _about_notes(random: Random) -> tuple[str, str]:
     points = [_point(random) for _ in range(random.randint(4, 12))]
     mark = random.choice(("- ", "* ", ""))
-    fields = {"city": random.choice(CITIES), "name": random.choice(NAMES)}
+    fields = {"city": random.choice(CITIES), "name": random.choice(FIRST_NAMES)}
     return "\n".join(f"{mark}{point}" for point in points), random.choice(ON_NOTES).format(**fields)
 
 
 def _point(random: Random) -> str:
-    who, thing, city = (random.choice(words) for words in (NAMES, THINGS, CITIES))
+    who, thing, city = (random.choice(words) for words in (FIRST_NAMES, THINGS, CITIES))
     day, hour = f"{random.randint(1, 28)} {random.choice(MONTHS)}", random.randint(8, 19)
     amount, number, cents = random.randint(5, 900), random.randint(1000, 9999), random.randint(10, 99)
     forms = (
-        f"{who} calls {random.choice(NAMES)} about the {thing} on {day} at {hour}:30.",
+        f"{who} calls {random.choice(FIRST_NAMES)} about the {thing} on {day} at {hour}:30.",
         f"The {thing} for {city} costs {amount} euros and leaves on {day}.",
         f"{day}: {who} {random.choice(SURNAMES)} meets the {random.choice(JOBS)} in {city}, room {amount}.",
         f"Invoice {number} over {amount}.{cents} is {random.choice(STATES)} since {day}.",
@@ -110,7 +110,7 @@ def _point(random: Random) -> str:
 
 def _orders(random: Random, count: int) -> _Table:
     rows: list[tuple[object, ...]] = [
-        (f"A-{random.randint(1000, 9999)}", f"{random.choice(NAMES)} {random.choice(SURNAMES)}", random.choice(THINGS),
+        (f"A-{random.randint(1000, 9999)}", f"{random.choice(FIRST_NAMES)} {random.choice(SURNAMES)}", random.choice(THINGS),
          random.randint(1, 12), random.choice(STATES))
         for _ in range(count)
     ]  # fmt: skip
@@ -119,7 +119,7 @@ def _orders(random: Random, count: int) -> _Table:
 
 def _people(random: Random, count: int) -> _Table:
     rows: list[tuple[object, ...]] = [
-        (f"{random.choice(NAMES)} {random.choice(SURNAMES)}", random.randint(19, 64), random.choice(JOBS),
+        (f"{random.choice(FIRST_NAMES)} {random.choice(SURNAMES)}", random.randint(19, 64), random.choice(JOBS),
          random.choice(CITIES), 100 * random.randint(18, 72))
         for _ in range(count)
     ]  # fmt: skip
@@ -155,4 +155,4 @@ def _lines(table: _Table) -> str:
     )
 
 
-FORMATS: Sequence[Callable[[_Table], str]] = (_markdown, _csv, _json, _lines)
+TABLE_FORMATS: Sequence[Callable[[_Table], str]] = (_markdown, _csv, _json, _lines)

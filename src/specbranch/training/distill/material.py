@@ -28,7 +28,7 @@ PADDING = -1  # segment of positions without a conversation
 GIVEN = "given"  # the kind of a prompt of the user's
 GIVEN_WEIGHT = 2.0  # how much a conversation with such a prompt counts; others count 1
 # of conversations; files hold their numbers, so a new one goes to the end
-KINDS = (
+TEXT_KINDS = (
     *("talk", "sums", "code", "texts", GIVEN, "summaries", "about", "translation", "extraction", "editing", "data"),
     "turns",
 )
@@ -72,7 +72,7 @@ class Material:
     about: Mapping[str, Any] = field(default_factory=dict)  # how it was made: seeds, counts, settings
     # bool [all tokens]: given, behind an answer's start, as a later question of the conversation; None: nothing is
     later: Tensor | None = None
-    kinds: Tensor | None = None  # int64 [conversations], numbers in KINDS; None: unknown
+    kinds: Tensor | None = None  # int64 [conversations], numbers in TEXT_KINDS; None: unknown
 
     def __post_init__(self) -> None:
         if fault := _fault(self.tokens, self.starts, self.answers) or _fault_of_marks(self):
@@ -122,8 +122,8 @@ class Material:
         """Count the conversations of each kind; nothing if kinds are unknown."""
         if self.kinds is None:
             return {}
-        counts = torch.bincount(self.kinds, minlength=len(KINDS)).tolist()
-        return {kind: count for kind, count in zip(KINDS, counts, strict=True) if count}
+        counts = torch.bincount(self.kinds, minlength=len(TEXT_KINDS)).tolist()
+        return {kind: count for kind, count in zip(TEXT_KINDS, counts, strict=True) if count}
 
     def select(self, chosen: Tensor) -> Material:
         """Return some of the conversations, in the given order."""
@@ -234,7 +234,7 @@ class Material:
             answering &= ~self.later[(source + 1).clamp(max=len(self.later) - 1)]
         weight = torch.where(answering, answer_weight, question_weight).masked_fill(last, 0.0).to(torch.float32)
         if self.kinds is not None:
-            weight = torch.where((self.kinds[chosen] == KINDS.index(GIVEN))[owner], GIVEN_WEIGHT * weight, weight)
+            weight = torch.where((self.kinds[chosen] == TEXT_KINDS.index(GIVEN))[owner], GIVEN_WEIGHT * weight, weight)
         position = (
             _first_positions(self.lengths[chosen].clamp(max=length), [len(row) for row in rows], length)[owner] + within
         )
@@ -282,8 +282,8 @@ def _fault_of_marks(material: Material) -> str | None:
         marks = getattr(material, name)
         if marks is not None and (marks.shape != like.shape or marks.dtype != dtype):
             return f"{name} is {marks.dtype} of {list(marks.shape)}, expected {dtype} of {list(like.shape)}"
-    if material.kinds is not None and bool(((material.kinds < 0) | (material.kinds >= len(KINDS))).any()):
-        return f"it has kinds beyond {len(KINDS)}"
+    if material.kinds is not None and bool(((material.kinds < 0) | (material.kinds >= len(TEXT_KINDS))).any()):
+        return f"it has kinds beyond {len(TEXT_KINDS)}"
     return None
 
 

@@ -128,7 +128,7 @@ SUMMARIES = (  # a text is handed over, longer than a question; it may be as lon
     *("Sum up the following news in three bullet points:", "Write a headline and a short summary for this article:"),
     *("Summarise this conversation:", "Condense this section of a textbook into a paragraph:", "The following"),
 )
-ABOUT = (  # a question and the text that answers it
+ABOUT_TEXTS = (  # a question and the text that answers it
     *("Read this text and answer the question below it.\n\nText:", "Context:", "Passage:", "Here is an article:"),
     *("Answer only from the following notes.\n\nNotes:", "Given this report, why did it happen?\n\nReport:"),
     *("Read this story:", "Who is mentioned in this text, and what did they do?\n\n", "Document:", "From the manual:"),
@@ -224,7 +224,7 @@ ON_DATA = (
 class KindOfTalk:
     """A kind of conversation: its first words, and what may be asked later."""
 
-    name: str  # in KINDS
+    name: str  # in TEXT_KINDS
     starters: tuple[str, ...]  # of the question; the target writes the rest
     share: float  # of all conversations
     later: tuple[str, ...]
@@ -232,19 +232,19 @@ class KindOfTalk:
     long: bool = False  # the question hands over a text
 
 
-SOME = (0, 0, 0, 1, 1, 2)
+SOMETIMES = (0, 0, 0, 1, 1, 2)
 TALKS = (
-    KindOfTalk("talk", (*TALK, *TALK_FOREIGN), 0.22, ON_AN_ANSWER, SOME),
-    KindOfTalk("sums", SUMS, 0.11, ON_SUMS, SOME),
-    KindOfTalk("code", CODE, 0.25, ON_CODE, SOME),
-    KindOfTalk("summaries", SUMMARIES, 0.07, ON_A_TEXT, SOME, long=True),
-    KindOfTalk("about", ABOUT, 0.08, ON_A_TEXT, SOME, long=True),
-    KindOfTalk("translation", TRANSLATION, 0.09, ON_AN_ANSWER[:4], SOME),
-    KindOfTalk("extraction", EXTRACTION, 0.04, ON_DATA, SOME, long=True),
-    KindOfTalk("editing", EDITING, 0.05, ON_A_TEXT, SOME, long=True),
+    KindOfTalk("talk", (*TALK, *TALK_FOREIGN), 0.22, ON_AN_ANSWER, SOMETIMES),
+    KindOfTalk("sums", SUMS, 0.11, ON_SUMS, SOMETIMES),
+    KindOfTalk("code", CODE, 0.25, ON_CODE, SOMETIMES),
+    KindOfTalk("summaries", SUMMARIES, 0.07, ON_A_TEXT, SOMETIMES, long=True),
+    KindOfTalk("about", ABOUT_TEXTS, 0.08, ON_A_TEXT, SOMETIMES, long=True),
+    KindOfTalk("translation", TRANSLATION, 0.09, ON_AN_ANSWER[:4], SOMETIMES),
+    KindOfTalk("extraction", EXTRACTION, 0.04, ON_DATA, SOMETIMES, long=True),
+    KindOfTalk("editing", EDITING, 0.05, ON_A_TEXT, SOMETIMES, long=True),
     KindOfTalk("turns", LONG, 0.05, ON_A_TEXT, (2, 3, 4)),
 )
-DATA_SHARE, DATA_TURNS = 0.04, SOME  # of questions about tables and records that `given_data.py` makes
+DATA_SHARE, DATA_TURNS = 0.04, SOMETIMES  # of questions about tables and records that `given_data.py` makes
 
 
 def all_words() -> list[str]:

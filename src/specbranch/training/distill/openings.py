@@ -23,14 +23,14 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.text.chat_template import Message
 from specbranch.text.tokenizer import Tokenizer
 from specbranch.training.distill.given_data import data_questions
-from specbranch.training.distill.material import GIVEN, KINDS
+from specbranch.training.distill.material import GIVEN, TEXT_KINDS
 from specbranch.training.distill.opening_words import DATA_SHARE, DATA_TURNS, ON_DATA, SYSTEMS, TALKS
 from specbranch.training.distill.writer_settings import LEAST_QUESTION, WriterSettings
 
 log = logging.getLogger("specbranch")
 
 Pair = tuple[str | None, str]  # a system prompt, and first words of a question
-KIND_NAMES = tuple(kind for kind in KINDS if kind != GIVEN)
+KIND_NAMES = tuple(kind for kind in TEXT_KINDS if kind != GIVEN)
 FRAMES = 1200  # openings of a script, the user's prompts aside; another seed draws others
 LEAST_TEXT = 160  # tokens of a text handed over
 LEAST_ANSWER = 16  # tokens that must be left after a user's prompt

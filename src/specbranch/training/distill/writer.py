@@ -28,7 +28,7 @@ from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.forward.decoder import Decoder
 from specbranch.progress import Onlooker, silent
 from specbranch.text.tokenizer import Tokenizer
-from specbranch.training.distill.material import KINDS, Material
+from specbranch.training.distill.material import TEXT_KINDS, Material
 from specbranch.training.distill.openings import Script
 from specbranch.training.distill.texts import Texts
 from specbranch.training.distill.writer_settings import WriterSettings
@@ -120,7 +120,7 @@ class _History:
     """The tokens of all rows, step by step, as they come from the device."""
 
     def __init__(self, script: Script) -> None:
-        self._kinds = torch.tensor([KINDS.index(kind) for kind in script.kinds])
+        self._kinds = torch.tensor([TEXT_KINDS.index(kind) for kind in script.kinds])
         self._steps: list[Advance] = []
         self.tokens = self.finished = 0
 

@@ -46,7 +46,7 @@ log = logging.getLogger("specbranch")
 DRAFT_SECONDS, DRAFT_ROWS = 120.0, 1024  # defaults of the writing
 LONG_TEXTS = 2048  # tokens of a conversation and of a training row on a GPU: long enough to learn to copy
 STEP_TOKENS = 1 << 16  # of a training step on a GPU
-UNROLLED = 8  # rows in a row that a feature draft is trained for: beyond them it falls off
+UNROLLED_ROWS = 8  # rows in a row that a feature draft is trained for: beyond them it falls off
 HeadSize = Literal["full", "reduced"]
 SEEDS = 2**53  # beyond it, the seeds of the slices would have no room
 HELD_OUT, HELD_OUT_LEAST = (
@@ -66,7 +66,7 @@ class DraftJob(WritingJob):
         None  # of the target's layers; None: at equal distances, of a feature draft the last
     )
     taps: tuple[int, ...] | None = None  # of a feature draft; None: `default_taps`
-    unroll: int | None = None  # of a feature draft: rows in a row that it is trained for; None: UNROLLED
+    unroll: int | None = None  # of a feature draft: rows in a row that it is trained for; None: UNROLLED_ROWS
     head: HeadSize | None = None  # None: reduced if `head_tokens` is given
     head_tokens: int | None = None
     storage: Storage = "bfloat16"
@@ -115,7 +115,7 @@ class DraftJob(WritingJob):
         return TrainSettings(
             layers=layers,
             taps=taps,
-            depths=(UNROLLED if self.unroll is None else self.unroll) if taps else 1,
+            depths=(UNROLLED_ROWS if self.unroll is None else self.unroll) if taps else 1,
             steps=self.steps,
             seconds=300.0 if self.steps is None and self.seconds_training is None else self.seconds_training,
             learning_rate=self.learning_rate,
