@@ -108,10 +108,14 @@ def _point(random: Random) -> str:
     return random.choice(forms)
 
 
+def _name(random: Random) -> str:
+    return f"{random.choice(FIRST_NAMES)} {random.choice(SURNAMES)}"
+
+
 def _orders(random: Random, count: int) -> _Table:
     rows: list[tuple[object, ...]] = [
-        (f"A-{random.randint(1000, 9999)}", f"{random.choice(FIRST_NAMES)} {random.choice(SURNAMES)}", random.choice(THINGS),
-         random.randint(1, 12), random.choice(STATES))
+        (f"A-{random.randint(1000, 9999)}", _name(random), random.choice(THINGS), random.randint(1, 12),
+         random.choice(STATES))
         for _ in range(count)
     ]  # fmt: skip
     return _Table(("order", "customer", "item", "quantity", "status"), ("quantity",), rows)
@@ -119,8 +123,8 @@ def _orders(random: Random, count: int) -> _Table:
 
 def _people(random: Random, count: int) -> _Table:
     rows: list[tuple[object, ...]] = [
-        (f"{random.choice(FIRST_NAMES)} {random.choice(SURNAMES)}", random.randint(19, 64), random.choice(JOBS),
-         random.choice(CITIES), 100 * random.randint(18, 72))
+        (_name(random), random.randint(19, 64), random.choice(JOBS), random.choice(CITIES),
+         100 * random.randint(18, 72))
         for _ in range(count)
     ]  # fmt: skip
     return _Table(("name", "age", "job", "city", "salary"), ("age", "salary"), rows)
