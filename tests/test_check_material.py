@@ -9,6 +9,10 @@ from types import ModuleType
 
 import pytest
 
+from specbranch.lab.suites.suite import load_suites
+from specbranch.training.distill.given_data import data_questions
+from specbranch.training.distill.opening_words import all_words
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "check_material.py"
 PROMPT = "A heron stands in the reeds at dawn and waits for seven small fish to come near its feet before it strikes."
 
@@ -51,3 +55,24 @@ def test_every_turn_of_a_prompt_is_looked_for(check: ModuleType, tmp_path: Path)
     file = tmp_path / "suite.jsonl"
     file.write_text(json.dumps({"turns": ["one", "two"]}) + "\n" + json.dumps({"turns": ["three"]}) + "\n")
     assert list(check.prompts(file)) == ["one", "two", "three"]
+
+
+def our_words() -> list[str]:
+    return [*all_words(), *(question for seed in range(3) for question in data_questions(300, seed))]
+
+
+def test_no_prompt_of_the_exam_is_in_the_words_that_a_target_is_given(check: ModuleType) -> None:
+    """A long stretch of a prompt would be found in any of them; its first words may be anybody's."""
+    prompts = [turn for suite in load_suites(["exam", "own"]) for prompt in suite.prompts for turn in prompt.turns]
+    stretches = {stretch: prompt for prompt in prompts for stretch in check.cut(check.words(prompt))}
+    assert check.search(stretches, our_words()) == ({}, len(our_words()))
+    planted = [*our_words(), f"Translate into German: {prompts[0]}"]
+    assert list(check.search(stretches, planted)[0]) == [prompts[0]]
+
+
+def test_the_exam_is_always_looked_for_beside_the_given_files(check: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "suite.jsonl"
+    file.write_text(json.dumps({"turns": ["one two three four five six seven"]}) + "\n")
+    wanted = check.wanted([file])
+    assert wanted["suite.jsonl:1"] == ("one", "two", "three", "four", "five", "six", "seven")
+    assert sum(name.startswith("exam-") for name in wanted) == 80

@@ -18,6 +18,7 @@ from in_process import Command, Done
 
 from specbranch.errors import ModelError
 from specbranch.models.drafts.draft_folder import read_draft
+from specbranch.models.drafts.evaluation_file import read_evaluation
 from specbranch.training.distill.material import Material
 from specbranch.training.making import draft as draft_job
 
@@ -133,9 +134,30 @@ def test_a_smaller_head_and_int8_and_own_prompts_are_taken(
     assert draft.head_ids is not None and len(draft.head_ids) == 50
 
 
+@pytest.mark.slow
+def test_a_feature_draft_says_what_it_reads_and_how_well_it_drafts_alone(
+    command: Command, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    more = ("--kind", "features", "--unroll", "3", "--head-tokens", "50")
+    done = command("distill", "--target", pair[0], "--out", str(tmp_path / "out"), *SHORT, *more)
+    assert done.code == 0 and "1 layer, taps [0, 1, 2]" in done.out and "Top-1 after 0, 1, 2 … own states" in done.out
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["features"] == {"taps": [0, 1, 2], "norm_before_residual": False, "norm_output": False}
+    draft = read_draft(tmp_path / "out")
+    assert draft.info.layers == (1,) and draft.info.head_tokens == 50
+    assert draft.tensor("layers.0.self_attn.q_proj.weight").shape == (32, 64)
+    assert draft.tensor("fc.weight").shape == (32, 96) and draft.tensor("d2t").shape == (50,)
+    assert "hidden states after 0, 1, 2 layers" in (tmp_path / "out" / "README.md").read_text()
+    assert read_evaluation(str(tmp_path / "out")) is not None
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        (("--taps", "0,1,2"), "--taps was given for a plain draft"),
+        (("--unroll", "4"), "--unroll was given for a plain draft"),
+        (("--kind", "features", "--taps", "1,2"), "expected 3 ascending numbers"),
+        (("--kind", "features", "--taps", "a"), "expected numbers of layers"),
         (("--layers", "3"), "expected 1 to 2"),
         (("--layers", "0"), "expected 1 to 2"),
         (("--start", "one"), "expected numbers of layers"),

@@ -44,6 +44,22 @@ def test_the_table_says_the_same_as_the_json(command: Command, pair: tuple[str, 
     assert "2 prompts" in shown and "draft of 10:" in shown
 
 
+def test_kinds_are_told_apart_and_speed_follows_from_tokens_and_cost(
+    command: Command, pair: tuple[str, str], prompts: str, tmp_path: Path
+) -> None:
+    suite = tmp_path / "suite.jsonl"
+    suite.write_text('{"category": "edits", "turns": ["Smile"]}\n{"prompt": "Rain"}\n')
+    printed = json.loads(evaluated(command, *pair, prompts, "--prompts", str(suite), "--json").out)
+    kinds = printed["kinds"]
+    assert list(kinds) == ["all", "prompts", "edits", "suite"] and printed["prompts"] == 5
+    assert sum(one["tokens"] for name, one in kinds.items() if name != "all") == kinds["all"]["tokens"]
+    assert kinds["all"]["tokens_a_forward"] == [1 + length for length in printed["expected_length"]]
+    best = kinds["all"]["best_length"]
+    speed = kinds["all"]["tokens_a_forward"][best - 1] / (1 + best * printed["step"])
+    assert kinds["all"]["expected_speed"] == pytest.approx(speed) and printed["step"] == 1 / printed["c"]
+    assert kinds["all"]["top1_by_depth"][0] <= 1
+
+
 def test_the_json_has_the_counts(command: Command, pair: tuple[str, str], prompts: str) -> None:
     printed = json.loads(evaluated(command, *pair, prompts, "--json").out)
     counts = printed["evaluation"]

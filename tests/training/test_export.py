@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
+from eagle_rows import Eagle, drafted
 from small_tokenizers import byte_fallback, byte_level, save
 from specbranch import LLM, SamplingParams
 from specbranch.core.draft_evaluation import ClassCounts, DraftEvaluation
@@ -22,7 +23,7 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import CLASSES
 from specbranch.errors import BadParameter, ModelError, UnsupportedArchitecture
 from specbranch.gguf_header import GgufArray, read_header
-from specbranch.models.drafts.draft_folder import DraftInfo, fingerprint_of
+from specbranch.models.drafts.draft_folder import DraftInfo, fingerprint_of, read_draft
 from specbranch.models.drafts.evaluation_file import write_evaluation
 from specbranch.models.drafts.load import load_draft
 from specbranch.models.files.architecture import Architecture
@@ -33,6 +34,7 @@ from specbranch.models.runners.native import NativeRunner
 from specbranch.progress import silent
 from specbranch.text.tokenizer import Tokenizer
 from specbranch.training.distill.draft_saving import DraftWeights, Storage, layer_tensors, save_draft
+from specbranch.training.distill.features import FeatureStack, starting_weights
 from specbranch.training.export.gguf_vocabulary import made_vocabulary
 from specbranch.training.export.gguf_writer import write_gguf
 from specbranch.training.export.whole_draft import EMBEDDING_NAME, HEAD_NAME, NORM_NAME, WholeDraft
@@ -344,3 +346,60 @@ def spelled(target: str, ids: Sequence[int]) -> bytes:
     letters = Tokenizer.from_folder(target).token_bytes()
     assert letters is not None
     return b"".join(letters[token][0] for token in ids)
+
+
+def made_feature_draft(target: str, folder: Path, reduced: bool, storage: Storage) -> Path:
+    """A feature draft of a target's last layers, moved so that all of its tensors count."""
+    arch, source = open_model(locate(target))
+    whole = read_weights(arch, source, torch.device("cpu"), torch.float32)
+    ids = torch.randperm(arch.vocabulary, generator=torch.Generator().manual_seed(1))[:KEPT].sort().values
+    layers = (arch.layers - 2, arch.layers - 1)
+    stack = FeatureStack(arch, whole, starting_weights(arch, whole, layers, ids if reduced else None), trained=True)
+    torch.manual_seed(2)
+    for parameter in stack.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    info = DraftInfo("target", fingerprint_of(arch, source), layers, KEPT if reduced else None, storage)
+    save_draft(folder, arch, stack.weights(), info, taps=(0, 1, 2), licence="Apache-2.0", provenance={"seed": 3})
+    return folder
+
+
+@each_value
+@pytest.mark.parametrize(("kind", "bias"), [("llama", False), ("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(("reduced", "storage"), [(True, "int8"), (False, "bfloat16")])
+def test_a_feature_draft_in_the_layout_of_speculators_says_what_it_says_itself(
+    kind: str, bias: bool, reduced: bool, storage: Storage, tmp_path: Path
+) -> None:
+    target = tiny_target(kind, tmp_path / "target")
+    draft = made_feature_draft(target, tmp_path / "draft", reduced, storage)
+    made = exported(draft, "speculators", target, tmp_path / "out")
+    config, tensors = json.loads((tmp_path / "out" / "config.json").read_text()), stored_tensors(tmp_path / "out")
+    assert config["speculators_model_type"] == "eagle3" and config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert config["norm_before_residual"] is config["norm_output"] is config["norm_before_fc"] is False
+    layer = config["transformer_layer_config"]
+    assert (layer["model_type"], layer["num_hidden_layers"]) == ("qwen3" if kind == "qwen3" else "llama", 2)
+    assert layer["attention_bias"] is bias and ("layers.0.self_attn.o_proj.bias" in tensors) is bias
+    arch, source = open_model(locate(target))
+    embedding = read_weights(arch, source, torch.device("cpu"), torch.float64).embedding
+    assert isinstance(embedding, torch.Tensor)
+    ids = tensors["d2t"] + torch.arange(KEPT) if reduced else torch.arange(arch.vocabulary)
+    assert config["draft_vocab_size"] == len(ids) == len(tensors["lm_head.weight"]) == (made["head_tokens"] or len(ids))
+    assert not reduced or torch.equal(tensors["t2d"].nonzero().flatten(), ids)
+    head = read_weights(arch, source, torch.device("cpu"), torch.float64).head.in_floats(torch.float64).weight[ids]
+    file = read_draft(draft)
+    own = {name: file.tensor(name).double() for name in file.names if name.endswith(("weight", "bias"))}
+    theirs = {name: tensor.double() for name, tensor in tensors.items()}
+    said = [Eagle(arch, own, embedding, head), Eagle(arch, theirs, embedding, theirs["lm_head.weight"])]
+    states = torch.randn(6, 3 * arch.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    one, other = (torch.stack(drafted(eagle, [5, 3, 9, 2, 7, 8], states, 2, 4)) for eagle in said)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert not torch.allclose(one, torch.stack(drafted(said[0], [5, 3, 9, 2, 7, 8], -states, 2, 4)), atol=1e-2)
+    assert "after 0, 1, 2 layers" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+def test_a_feature_draft_is_no_model_of_its_own(form: Any, tmp_path: Path) -> None:
+    target = tiny_target("llama", tmp_path / "target")
+    draft = made_feature_draft(target, tmp_path / "draft", reduced=False, storage="bfloat16")
+    with pytest.raises(BadParameter, match=f"reads its target's hidden states, and --format {form} holds models"):
+        exported(draft, form, target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

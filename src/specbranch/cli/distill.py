@@ -20,15 +20,29 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
 @click.command(cls=SectionedCommand)
 @_model("--target", metavar="MODEL", help="Target model: a folder, a .gguf file, a Hub id or a known name.")
 @_model(
+    "--kind",
+    type=click.Choice(["plain", "features"]),
+    default="plain",
+    help="plain: the draft reads tokens alone. features: its row also reads the target's hidden states, which is right "
+    "for rounds on one GPU, where draft and target take turns; such rounds do not run on the device yet [plain].",
+)
+@_model(
     "--layers",
     type=int,
     metavar="N",
-    help="Number of layers of the draft; it starts from as many layers of the target, evenly spaced.",
+    help="Number of layers of the draft; it starts from as many layers of the target, evenly spaced. Of a feature "
+    "draft 1 or 2 [1], the target's last ones.",
 )
 @_model(
     "--start",
     metavar="I,J,…",
     help="Layers of the target to start from instead, numbered from 0; as many as --layers.",
+)
+@_model(
+    "--taps",
+    metavar="A,B,C",
+    help="A feature draft reads the target's states after A, B and C of its layers; 0 is the embedding "
+    "[2, half of them, all but --layers].",
 )
 @_model("--out", type=PATH, required=True, metavar="DIR", help="Folder for the draft.")
 @_model(
@@ -51,7 +65,12 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
 )
 @_model("--device", metavar="DEVICE", help="Device: cpu, cuda, cuda:1 … [a GPU if there is one].")
 @with_options(
-    writing_options(120, 1024, "Train on text that an earlier run wrote (a file, or a folder of files); write nothing.")
+    writing_options(
+        120,
+        1024,
+        "2048 on a GPU, else 640",
+        "Train on text that an earlier run wrote (a file, or a folder of files); write nothing.",
+    )
 )
 @_writing(
     "--only-write",
@@ -77,14 +96,19 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
     "--rows",
     type=int,
     metavar="N",
-    help="Batch size of a training step; halved while memory is short [64 on a GPU, else 8].",
+    help="Batch size of a training step; halved while memory is short [64 K tokens on a GPU, else 8 rows].",
 )
 @_training(
     "--length",
     type=int,
-    default=1024,
     metavar="N",
-    help="Number of tokens in a row, packed with whole conversations [1024].",
+    help="Number of tokens in a row, packed with whole conversations [2048 on a GPU, else 1024].",
+)
+@_training(
+    "--unroll",
+    type=int,
+    metavar="N",
+    help="Train a feature draft for drafts of N tokens, in which it reads its own states [8].",
 )
 @_training("--checkpoint-seconds", type=float, default=60.0, metavar="S", help="Seconds between two checkpoints [60].")
 @click.option(
@@ -97,13 +121,16 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
 )
 @click.option("--seed", type=int, default=0, metavar="N", help="Seed of writing and training [0].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: top1, top3, divergence, steps, tokens …")
-def distill(as_json: bool, start: str | None, data: Path | None, resume: str | None, **given: Any) -> None:
+def distill(
+    as_json: bool, start: str | None, taps: str | None, data: Path | None, resume: str | None, **given: Any
+) -> None:
     """Train a draft for a target. No data set is needed: the target writes questions and answers, and the draft learns
     from them.
 
     \b
     specbranch distill --target smollm2-135m --layers 4 --out my-draft
     specbranch distill --target BIG --layers 4 --head-tokens 8192 --out my-draft --resume
+    specbranch distill --target BIG --kind features --head-tokens 24576 --out my-draft
     specbranch distill --from-served kept --resume my-draft --out my-draft-2
 
     The draft shares the target's embedding and output head, and stores only its own layers. If the command is killed,
@@ -123,7 +150,8 @@ def distill(as_json: bool, start: str | None, data: Path | None, resume: str | N
         learn(served, resume, as_json, {**given, "prompts": prompts})
         return
     _check_new(given, resume)
-    job = DraftJob(start=_layers(start), prompts=prompts, resume=resume is not None, **given)
+    numbers = {"start": _layers("--start", start), "taps": _layers("--taps", taps)}
+    job = DraftJob(prompts=prompts, resume=resume is not None, **numbers, **given)
     with counted() as bars:
         record = make_draft(job, pulled, bars)
     if as_json:
@@ -133,10 +161,9 @@ def distill(as_json: bool, start: str | None, data: Path | None, resume: str | N
 
 
 def _check_new(given: Mapping[str, Any], resume: str | None) -> None:
-    """Refuse a new draft without a target or a number of layers, and one that goes on from a draft."""
-    for name in ("target", "layers"):
-        if given[name] is None:
-            raise click.MissingParameter(param_hint=f"'--{name}'", param_type="option")
+    """Refuse a new draft without a target, and one that goes on from a draft."""
+    if given["target"] is None:
+        raise click.MissingParameter(param_hint="'--target'", param_type="option")
     if resume:
         raise BadParameter(
             f"--resume names {resume}, which is for --from-served DIR. To resume the run in {given['out']}, say "
@@ -144,13 +171,13 @@ def _check_new(given: Mapping[str, Any], resume: str | None) -> None:
         )
 
 
-def _layers(start: str | None) -> tuple[int, ...] | None:
+def _layers(option: str, given: str | None) -> tuple[int, ...] | None:
     """Take the numbers of layers apart."""
     try:
-        return None if start is None else tuple(int(part) for part in start.split(","))
+        return None if given is None else tuple(int(part) for part in given.split(","))
     except ValueError:
         raise BadParameter(
-            f"--start is {start!r}; expected numbers of layers with commas between them, such as 0,1,28,29."
+            f"{option} is {given!r}; expected numbers of layers with commas between them, such as 2,14,27."
         ) from None
 
 
@@ -163,10 +190,14 @@ def _written(record: Mapping[str, Any]) -> str:
 
 def _summary(record: Mapping[str, Any]) -> str:
     outside = f", {record['outside']:.1%} of the target's probability outside the head" if record["head_tokens"] else ""
+    count = len(record["layers"])
+    kind = f"{count} layer{'s' if count > 1 else ''}" + (f", taps {record['taps']}" if record["taps"] else "")
+    deeper = record.get("top1_by_depth", ())
+    depths = f"Top-1 after 0, 1, 2 … own states: {', '.join(f'{one:.3f}' for one in deeper)}.\n" if deeper else ""
     return (
-        f"The draft is in {record['out']}: {len(record['layers'])} layers, {record['bytes'] / 1e6:.1f} MB.\n"
+        f"The draft is in {record['out']}: {kind}, {record['bytes'] / 1e6:.1f} MB.\n"
         f"On {record['compared']:,.0f} held-out tokens of the target: top-1 agreement {record['top1']:.3f}, top-3 "
-        f"{record['top3']:.3f}, divergence {record['divergence']:.3f}{outside}.\n"
+        f"{record['top3']:.3f}, divergence {record['divergence']:.3f}{outside}.\n{depths}"
         f"{record['tokens_written']:,} tokens written, {record['tokens']:,} trained on in {record['steps']:,} steps "
         f"({record['seconds']:.0f} s)."
     )

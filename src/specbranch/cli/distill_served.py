@@ -15,7 +15,7 @@ import click
 from specbranch.errors import BadParameter
 
 # Options that say what a new draft is; one that learns on stays what it was.
-OF_NEW_DRAFTS = ("layers", "start", "head", "head_tokens", "storage", "only_write")
+OF_NEW_DRAFTS = ("kind", "layers", "start", "taps", "unroll", "head", "head_tokens", "storage", "only_write")
 
 
 def learn(served: Path, draft: str | None, as_json: bool, given: Mapping[str, Any]) -> None:
@@ -26,7 +26,7 @@ def learn(served: Path, draft: str | None, as_json: bool, given: Mapping[str, An
     if not draft:
         raise BadParameter("--from-served needs the draft that learns on: --resume DRAFT, a folder or a pair's name.")
     _refuse_options_of_new_drafts()
-    taken = {name: value for name, value in given.items() if name not in OF_NEW_DRAFTS}
+    taken = {name: value for name, value in given.items() if name not in OF_NEW_DRAFTS and value is not None}
     job = ServedJob(draft=draft, served=served, **{**taken, "target": given["target"] or ""})
     with counted() as bars:
         record = learn_from_served(job, pulled, bars)

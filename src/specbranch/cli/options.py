@@ -274,8 +274,8 @@ SAMPLING = (
 )
 
 
-def writing_options(seconds: int, rows: int, material: str) -> tuple[Callable[[F], F], ...]:
-    """Return the options for writing training text, with default seconds and rows; `material` is the help of
+def writing_options(seconds: int, rows: int, length: str, material: str) -> tuple[Callable[[F], F], ...]:
+    """Return the options for writing training text, with default seconds, rows and length; `material` is the help of
     --material."""
     return (
         _writing(
@@ -289,7 +289,8 @@ def writing_options(seconds: int, rows: int, material: str) -> tuple[Callable[[F
             "--data",
             type=PATH,
             metavar="FILE",
-            help="File of prompts for the target to answer too, in the format of generate --file.",
+            help="File of prompts for the target to answer too, in the format of generate --file. Every second "
+            "conversation answers one.",
         ),
         _writing("--material", type=PATH, metavar="PATH", help=material),
         _writing(
@@ -301,9 +302,8 @@ def writing_options(seconds: int, rows: int, material: str) -> tuple[Callable[[F
         _writing(
             "--writing-length",
             type=int,
-            default=640,
             metavar="N",
-            help="Maximum number of tokens in a conversation [640].",
+            help=f"Maximum number of tokens in a conversation [{length}].",
         ),
     )
 

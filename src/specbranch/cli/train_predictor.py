@@ -28,7 +28,7 @@ _models, _training = options_of("Pair"), options_of("Training")
 @_models("--device", metavar="DEVICE", help="Device: cpu, cuda, cuda:1 … [a GPU if there is one].")
 @_models("--out", type=PATH, required=True, metavar="DIR", help="Folder for the predictor.")
 @with_options(
-    writing_options(30, 512, "Use text that an earlier run wrote (its DIR/material.safetensors); write nothing.")
+    writing_options(30, 512, "640", "Use text that an earlier run wrote (its DIR/material.safetensors); write nothing.")
 )
 @_training(
     "--texts",

@@ -47,6 +47,16 @@ def prompts_in(file: Path) -> list[str]:
     return prompts
 
 
+def categories_in(file: Path) -> list[str]:
+    """Return the "category" of each prompt of a file that `prompts_in` has read, or else the file's name."""
+    lines = (line for _, line in numbered_lines(file.read_text(encoding="utf-8"), str(file)))
+    if file.suffix not in (".jsonl", ".json"):
+        return [file.stem for _ in lines]
+    values = [json.loads(line) for line in lines]
+    named = [value.get("category") if isinstance(value, dict) else None for value in values]
+    return [name if isinstance(name, str) and name else file.stem for name in named]
+
+
 def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):

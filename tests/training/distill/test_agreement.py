@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from specbranch.core.learning import SURE
+from specbranch.core.runner import Ask, Feed, Proposal
 from specbranch.core.trees import CLASSES, EDGES
 from specbranch.lab.toys.toys import ToyRunner
-from specbranch.training.distill.agreement import LONGEST, AnsweredPrompt, compare, step_seconds
+from specbranch.training.distill.agreement import (
+    LONGEST,
+    AnsweredPrompt,
+    agreement_of,
+    compare,
+    judged_text,
+    step_seconds,
+)
 from toybench import law
 
 PROMPT = (1, 2, 3)
@@ -87,3 +97,35 @@ def test_a_measured_step_leaves_no_sequence_open() -> None:
     assert step_seconds(runner, PROMPT, times=3) > 0
     with pytest.raises(KeyError):
         runner.slots(-1)
+
+
+class Forgetful(ToyRunner):
+    """A draft that says what its law says at the first node of a call, and nonsense after further ones."""
+
+    def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
+        said = super().propose(work, asks)
+        nonsense = [replace(one, tokens=(-1,) * len(one.tokens)) for one in said]
+        return [one if ask.node == 0 else other for one, other, ask in zip(said, nonsense, asks, strict=True)]
+
+
+def test_a_draft_that_needs_its_targets_features_is_judged_by_depth() -> None:
+    answer = greedy(85, 0.2)
+    text = AnsweredPrompt(PROMPT, answer)
+    draft, target = ToyRunner(law(0.4)), ToyRunner(law(0.2))
+    plain, unrolled = judged_text(draft, text), judged_text(draft, text, target)
+    assert plain.positions == unrolled.positions and (plain.stretch, unrolled.stretch) == (None, LONGEST)
+    assert len(list(plain.drafts())) == 76 and len(list(unrolled.drafts())) == 8
+    every_tenth = [ranks(answer, 0.4)[at : at + LONGEST] for at in range(0, 76, LONGEST)]
+    first = sum(one[0] == 1 for one in every_tenth)
+    both = sum(one[0] == one[1] == 1 for one in every_tenth)
+    assert agreement_of([unrolled]).by_depth[:2] == (first / 8, both / first) and 0 < both < first
+    forgetful = agreement_of([judged_text(Forgetful(law(0.4)), text, target)])
+    assert forgetful.by_depth[:2] == (first / 8, 0.0) and forgetful.tokens_a_forward[4] == 1 + first / 8
+    with pytest.raises(KeyError):
+        target.slots(-1)
+
+
+def test_the_expected_speed_weighs_tokens_against_draft_steps() -> None:
+    found = agreement_of([judged_text(ToyRunner(law()), AnsweredPrompt(PROMPT, greedy(60)))])
+    assert found.by_depth == (1.0,) * LONGEST and found.tokens_a_forward[4] == 6.0
+    assert found.speed(5, 0.1) == pytest.approx(6 / 1.5) and found.speed(5, 0.0) == 6.0

@@ -17,7 +17,7 @@ from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.loading import load_native, open_model
 from specbranch.training.distill.material import Batch
-from specbranch.training.distill.model import CountedRows, Stack, compare, counted, divergence, spread_layers
+from specbranch.training.distill.model import DeepRows, Stack, compare, counted, divergence, spread_layers
 from tiny_models import CONFIGS, DENSE, GREEDY, in_double, logits_of, saved, some_tokens, tiny
 
 
@@ -45,11 +45,12 @@ def packed(lines: list[list[int]]) -> Batch:
     return Batch(tokens, positions, segments, torch.ones(tokens.shape), torch.arange(tokens.numel())[None])
 
 
-def some_rows(hidden: int, seed: int, count: int = 11) -> CountedRows:
-    teacher, student = torch.randn(
-        2, count, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    ).unbind(0)
-    return CountedRows(teacher, student.requires_grad_(), torch.linspace(0.1, 1, count, dtype=torch.float64))
+def some_rows(hidden: int, seed: int, depths: int, count: int = 11) -> DeepRows:
+    numbers = torch.Generator().manual_seed(seed)
+    teacher = torch.randn(count, hidden, dtype=torch.float64, generator=numbers)
+    student = torch.randn(depths, count, hidden, dtype=torch.float64, generator=numbers).requires_grad_()
+    weight = torch.linspace(0.0, 1, depths * count, dtype=torch.float64).view(depths, count)
+    return DeepRows(teacher, student, weight, torch.ones(count, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, *DENSE])
@@ -115,15 +116,15 @@ def test_a_half_precision_target_is_trained_in_float32_and_run_in_its_own(
     batch = alone(some_tokens(9))
     hidden = student(batch)
     assert hidden.dtype == torch.bfloat16
-    divergence(counted(teacher(batch), hidden, torch.ones(1, 9)), student.head).backward()
+    divergence(counted(teacher(batch), [hidden], [torch.ones(1, 9)]), student.head).backward()
     for parameter in student.parameters():
         assert parameter.dtype == torch.float32 and parameter.grad is not None and parameter.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("chunk", [3, 4096])
-def test_the_losss_value_and_gradient_are_those_of_autograd(chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "depths"), [(3, 1), (4, 3), (4096, 2)])
+def test_the_losss_value_and_gradient_are_those_of_autograd(chunk: int, depths: int) -> None:
     head = torch.randn(50, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    rows = some_rows(8, seed=3)
+    rows = some_rows(8, seed=3, depths=depths)
     loss = divergence(rows, head, chunk) * 0.7
     (got,) = torch.autograd.grad(loss, rows.student)
     p, q = ((hidden @ head.T).log_softmax(-1) for hidden in (rows.teacher, rows.student))
@@ -138,10 +139,10 @@ def test_the_losss_gradient_reaches_every_weight_as_autograds_does(target: tuple
     batch = packed([some_tokens(7), some_tokens(5, seed=3)])
     weight = torch.ones(1, 12, dtype=torch.float64)
     weight[0, [6, 11]] = 0
-    rows = counted(teacher(batch), student(batch), weight)
-    assert rows.student.shape[0] == 10
+    rows = counted(teacher(batch), [student(batch)], [weight])
+    assert rows.student.shape[:2] == (1, 10)
     ours = torch.autograd.grad(divergence(rows, student.head), list(student.parameters()), retain_graph=True)
-    p, q = (student.logits(hidden).log_softmax(-1) for hidden in (rows.teacher, rows.student))
+    p, q = (student.logits(hidden).log_softmax(-1) for hidden in (rows.teacher, rows.student[0]))
     plain = torch.autograd.grad((p.exp() * (p - q)).sum(), list(student.parameters()))
     assert all(torch.allclose(one, other, rtol=1e-9, atol=1e-11) for one, other in zip(ours, plain, strict=True))
 
@@ -149,7 +150,7 @@ def test_the_losss_gradient_reaches_every_weight_as_autograds_does(target: tuple
 def test_a_stack_does_not_diverge_from_itself(target: tuple[Architecture, Weights]) -> None:
     stack = Stack(*target)
     hidden = stack(alone(some_tokens(20)))
-    found = compare(counted(hidden, hidden, torch.ones(1, 20)), stack, stack.head).means()
+    found = compare(counted(hidden, [hidden], [torch.ones(1, 20)]).depth(0), stack, stack.head).means()
     assert found == pytest.approx({"divergence": 0.0, "top1": 1.0, "top3": 1.0, "outside": 0.0}, abs=1e-12)
 
 
@@ -159,7 +160,7 @@ def test_a_reduced_head_is_compared_on_its_tokens_and_misses_the_rest(target: tu
     whole, small = Stack(*target), Stack(arch, weights, head_ids=ids)
     hidden = whole(alone(some_tokens(30)))
     p = whole.logits(hidden)[0].softmax(-1)
-    found = compare(counted(hidden, hidden, torch.ones(1, 30)), small, whole.head, chunk=7).means()
+    found = compare(counted(hidden, [hidden], [torch.ones(1, 30)]).depth(0), small, whole.head, chunk=7).means()
     assert small.logits(hidden).shape[-1] == 6
     assert found["divergence"] == pytest.approx(0, abs=1e-12)  # the same hidden states, renormalised alike
     assert found["outside"] == pytest.approx(1 - p[:, ids].sum(-1).mean().item())

@@ -356,3 +356,49 @@ def test_the_rate_rises_then_falls_to_its_last_share() -> None:
 def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadParameter):
         replace(SETTINGS, **wrong)
+
+
+FEATURES = replace(SETTINGS, layers=(2,), taps=(0, 1, 2), depths=3, rows=4)
+
+
+def test_training_a_feature_draft_beats_its_start_at_every_depth(target: Target, tmp_path: Path) -> None:
+    """It starts as the target one token behind, so nearly any training helps; the last depth shows the unrolling."""
+    before = trained(target, tmp_path / "none", replace(FEATURES, steps=1, learning_rate=1e-12)).figures
+    done = trained(target, tmp_path / "some", replace(FEATURES, steps=60, checkpoint_seconds=99.0))
+    after, losses = done.figures, [one["loss"] for one in records(tmp_path / "some") if "loss" in one]
+    assert after["divergence"] < 0.8 * before["divergence"] and losses[-1] < 0.8 * losses[0]
+    assert len(after["top1_by_depth"]) == 3 and after["top1_by_depth"][0] == round(after["top1"], 4)
+    assert after["top1"] > before["top1"], (after["top1_by_depth"], before["top1_by_depth"])
+    assert sum(after["top1_by_depth"]) > sum(before["top1_by_depth"])
+    # Positions at depth 0, and those deeper ones that drafting would have come to.
+    met = sum(done.evaluation.first.met)
+    assert after["compared"] < met < 3 * after["compared"]
+
+
+def test_a_feature_draft_killed_and_resumed_ends_with_the_same_weights(target: Target, tmp_path: Path) -> None:
+    short = replace(FEATURES, steps=6)
+    whole = trained(target, tmp_path / "whole", short)
+    killed_after(4, target, tmp_path / "killed", short)
+    again = trained(target, tmp_path / "killed", short, resume=True)
+    assert same_weights(whole, again) and whole.evaluation == again.evaluation
+    assert not same_weights(whole, trained(target, tmp_path / "other", replace(short, depths=2)))
+    with pytest.raises(BadParameter, match="taps was"):
+        trained(target, tmp_path / "killed", replace(short, taps=(0, 1, 3)), resume=True)
+
+
+def test_few_rows_at_a_time_bound_the_memory_of_unrolled_steps(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trained(target, tmp_path / "whole", replace(FEATURES, steps=2))
+    sizes, part = list[int](), training._Training._part
+
+    def watched(run: training._Training, batch: Batch, total: float) -> torch.Tensor:
+        sizes.append(batch.tokens.numel() * run.settings.depths)
+        return part(run, batch, total)
+
+    monkeypatch.setattr(training, "AT_ONCE", 2 * 32 * 3)
+    monkeypatch.setattr(training._Training, "_part", watched)
+    small = trained(target, tmp_path / "small", replace(FEATURES, steps=2))
+    assert max(sizes) == 2 * 32 * 3
+    for name, tensor in small.student.state_dict().items():
+        assert torch.allclose(tensor, whole.student.state_dict()[name], atol=2e-4), name

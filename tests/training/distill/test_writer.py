@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ from specbranch.models.runners.native import NativeRunner
 from specbranch.progress import Nobody
 from specbranch.text.tokenizer import Tokenizer
 from specbranch.training.distill import openings, writer
+from specbranch.training.distill.given_data import data_questions
 from specbranch.training.distill.material import Material
+from specbranch.training.distill.opening_words import DATA_SHARE, TALKS
 from specbranch.training.distill.openings import LEAST_TEXT, Script
 from specbranch.training.distill.texts import Texts
 from specbranch.training.distill.writer import Desk, WritingTarget, write
@@ -61,10 +64,10 @@ def lines(desk: Desk, rounds: int) -> list[list[tuple[list[int], int]]]:
     found: list[list[tuple[list[int], int]]] = [[] for _ in range(desk.rows)]
     open_ones: list[list[int]] = [[] for _ in range(desk.rows)]
     for _ in range(rounds):
-        for tokens, ended in zip(*(part.tolist() for part in desk.advance()), strict=True):
+        for tokens, ended, _ in zip(*(part.tolist() for part in desk.advance()), strict=True):
             for row, (token, end) in enumerate(zip(tokens, ended, strict=True)):
                 open_ones[row].append(token)
-                if end:
+                if end > 0:
                     found[row].append((open_ones[row], end))
                     open_ones[row] = []
     return found
@@ -117,7 +120,7 @@ def drawn(target: WritingTarget, tokenizer: Tokenizer, temperature: float) -> tu
     script = Script.of(tokenizer, target.arch, wanted)
     opening = min(script.openings, key=len)
     script = replace(script, openings=(opening,), asked=(False,))
-    tokens, _ = Desk(target, script, replace(wanted, steps=len(opening) + 1)).advance()
+    tokens = Desk(target, script, replace(wanted, steps=len(opening) + 1)).advance().tokens
     logits = logits_of(target, list(opening))[-1].clone()
     logits[list(script.question_ends)] = -torch.inf
     return torch.bincount(tokens[-1].long(), minlength=logits.numel()) / 4000, logits
@@ -167,7 +170,10 @@ def test_every_conversation_is_opening_question_turn_and_answer(target: WritingT
         opening = max((line for line in script.openings if tokens[: len(line)] == list(line)), key=len)
         assert tokens[answer - len(script.bridge) : answer] == list(script.bridge)
         questions.append(tokens[len(opening) : answer - len(script.bridge)])
-        assert not ends & set(tokens[answer:-1])
+        assert material.later is not None
+        later = material.later[material.starts[at] : material.starts[at + 1]].tolist()
+        own = [token for token, given in list(zip(tokens, later, strict=True))[answer:-1] if not given]
+        assert len(ends & set(own)) <= any(later)  # an answer that a later question follows has ended, too
         assert len(tokens) <= wanted.length
     assert all(LEAST_QUESTION <= len(question) <= 12 for question in questions)
     assert {len(question) for question in questions} > {12}, "some end by themselves, some at the limit"
@@ -178,10 +184,7 @@ def test_openings_and_the_turn_to_the_answer_are_the_templates(target: WritingTa
     script = Script.of(tokenizer, target.arch, settings(length=256))
     texts = {tokenizer.decode(opening, skip_special=False) for opening in script.openings}
     assert any(text.endswith("[user]") and "[system]" not in text for text in texts)
-    assert any(
-        "[system] You are a patient teacher." in text and text.endswith("[user] Write a Python function")
-        for text in texts
-    )
+    assert any("[system] You are a" in text and text.endswith("[user] Write a Python function") for text in texts)
     assert tokenizer.decode(script.bridge, skip_special=False).strip().replace("\n", "") == "</s>[assistant]"
 
 
@@ -232,11 +235,70 @@ def test_rows_that_end_take_the_next_openings_in_order(target: WritingTarget, to
     script = Script.of(tokenizer, target.arch, settings())
     script = replace(script, openings=tuple((first, 3, 5) for first in range(20, 27)), asked=(True,) * 7)
     desk, begins, openings_seen = Desk(target, script, wanted), [True] * 8, []
-    for tokens, ended in zip(*(part.tolist() for part in desk.advance()), strict=True):
+    for tokens, ended, _ in zip(*(part.tolist() for part in desk.advance()), strict=True):
         openings_seen += [token for token, new in zip(tokens, begins, strict=True) if new]
         begins = [end > 0 for end in ended]
     assert len(openings_seen) > 16
     assert openings_seen == [20 + at % 7 for at in range(len(openings_seen))]
+
+
+@torch.no_grad()
+def test_a_later_question_follows_an_answer_that_ended_and_is_answered(pair: tuple[str, str]) -> None:
+    """A frequent token is taken for the end of an answer; every row has two later questions."""
+    wanted, openings = settings(length=120, steps=240), tuple((first, 3, 5) for first in range(20, 28))
+    base = Script(openings, (True,) * 8, ((3, 12),) * 8, (9, 9), (), (), ("turns",) * 8)
+    free = load(pair[0], ends=())
+    end = int(torch.bincount(Desk(free, base, wanted).advance().tokens.flatten().long()).argmax())
+    turns = ((11, 12, 13, 14), (15, end, 16))  # an end within a question is no end
+    script = replace(base, answer_ends=(end,), turn_end=end, turns=turns, later=((1, 0),) * 7 + ((),))
+    desk = Desk(free, script, wanted)
+    history = writer._History(script)
+    history.add(desk.advance())
+    material, asked = history.material(desk.unfinished(), {}), 0
+    assert material.later is not None and material.by_kind() == {"turns": len(material)}
+    for at in range(len(material)):
+        tokens, answer = material.sequence(at), int(material.answers[at])
+        later = material.later[material.starts[at] : material.starts[at + 1]].tolist()
+        runs = [list(run) for given, run in groupby(range(len(tokens)), later.__getitem__) if given]
+        assert [tuple(tokens[place] for place in run) for run in runs] == [turns[1], turns[0]][: len(runs)]
+        assert all(tokens[run[0] - 1] == end and run[-1] + 48 < wanted.length for run in runs)
+        assert not runs or tokens[0] != 27  # its opening has no later questions
+        asked += len(runs)
+        if 2 * len(runs) and at == 0:  # row 0 is greedy: all else is the target's choice after what stands before it
+            chosen = logits_of(free, tokens)[answer - 1 : -1].argmax(-1).tolist()
+            own = [place for place in range(answer, len(tokens)) if not later[place]]
+            assert [tokens[place] for place in own] == [chosen[place - answer] for place in own]
+    assert asked > 4
+    weight = next(material.batches(120, len(material), 0, 0, question_weight=0.25)).weight
+    assert int((weight == 1).sum()) == material.answer_tokens - sum(
+        int(material.lengths[at] == material.answers[at]) for at in range(len(material))
+    )
+
+
+def test_every_kind_has_its_share_and_texts_are_long_enough_to_copy_from(
+    target: WritingTarget, tokenizer: Tokenizer
+) -> None:
+    script = Script.of(tokenizer, target.arch, settings(length=2048, question_tokens=192))
+    count = {kind: script.kinds.count(kind) / len(script.kinds) for kind in openings.KIND_NAMES if kind != "texts"}
+    shares = {kind.name: kind.share for kind in TALKS} | {"data": DATA_SHARE}
+    assert count.keys() == shares.keys() and sum(shares.values()) == pytest.approx(1)
+    assert all(abs(count[kind] - share) < 0.02 for kind, share in shares.items()), count
+    most = {kind: limits[1] for kind, limits in zip(script.kinds, script.limits, strict=True)}
+    assert most["about"] == most["summaries"] == most["editing"] == 1228 and most["talk"] == 192
+    turns = {kind: len(later) for kind, later in zip(script.kinds, script.later, strict=True)}
+    assert turns["turns"] >= 2 and 0 in {len(later) for later in script.later}
+    said = [tokenizer.decode(turn, skip_special=False) for turn in script.turns]
+    assert script.turn_end in script.answer_ends
+    assert all(one.strip().startswith("[user] ") and one.rstrip().endswith("[assistant]") for one in said)
+    assert any("Translate the first paragraph into German." in one for one in said)
+
+
+def test_made_up_data_is_the_same_for_a_seed_and_asks_about_what_is_there() -> None:
+    questions = data_questions(60, 3)
+    assert questions == data_questions(60, 3) != data_questions(60, 4) and len(set(questions)) == 60
+    assert any("| --- |" in one for one in questions) and any('"item": ' in one for one in questions)
+    assert all("{" not in one.replace("{\n", "") or '"' in one for one in questions), "no field is left open"
+    assert max(len(one.split()) for one in questions) > 60
 
 
 def test_too_little_written_for_any_answer_is_no_material(target: WritingTarget, tokenizer: Tokenizer) -> None:

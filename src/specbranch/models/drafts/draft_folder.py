@@ -95,6 +95,11 @@ class DraftFile:
         """The folder's path."""
         return str(self.folder)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors, those of scales and token ids, too."""
+        return self._names
+
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._names
 

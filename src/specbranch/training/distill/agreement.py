@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -39,6 +40,24 @@ class AnsweredPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgedText:
+    """A draft's candidates along an answer, judged by the answer's tokens.
+
+    A draft that reads its target's features was given them at the first position of each `stretch` alone, and drafted
+    the others from its own states. What other drafts say does not depend on that: each position begins a draft.
+    """
+
+    positions: tuple[JudgedPosition, ...]
+    stretch: int | None = None
+
+    def drafts(self) -> Iterator[tuple[JudgedPosition, ...]]:
+        """Yield the positions of each draft of at most LONGEST tokens."""
+        starts = max(len(self.positions) - LONGEST + 1, 1)
+        for at in range(0, starts, self.stretch or 1):
+            yield self.positions[at : at + LONGEST]
+
+
+@dataclass(frozen=True, slots=True)
 class Agreement:
     """Shares of the answers' tokens, and for each draft length the mean number of accepted tokens."""
 
@@ -47,18 +66,47 @@ class Agreement:
     top3: float
     expected_length: tuple[float, ...]  # for drafts of 1, 2, … LONGEST tokens
     evaluation: DraftEvaluation = NOT_EVALUATED  # the counts that a planner starts from
+    # share of first choices that are right behind 0, 1, … right ones; as far as drafts came
+    by_depth: tuple[float, ...] = ()
+
+    @property
+    def tokens_a_forward(self) -> tuple[float, ...]:
+        """The tokens that a forward of the target brings with a chain of 1, 2, … LONGEST tokens."""
+        return tuple(1 + length for length in self.expected_length)
+
+    def speed(self, length: int, step: float) -> float:
+        """Return the expected speed with chains of a length, relative to plain decoding; `step`: what a draft step
+        costs, as a share of a target's forward. Verifying the chain is taken to cost as much as one token."""
+        return self.tokens_a_forward[length - 1] / (1 + length * step)
 
 
-def compare(runner: Runner, texts: Iterable[AnsweredPrompt], about: str = "") -> Agreement:
-    """Run a draft over the texts, and compare its choices with the next tokens; `about` names the texts."""
-    judged = [list(_judged(runner, text)) for text in texts if text.answer]
-    ranks = [[position.rank for position in text] for text in judged]
-    every = [rank for text in ranks for rank in text]
+def compare(
+    runner: Runner, texts: Iterable[AnsweredPrompt], about: str = "", target: Runner | None = None
+) -> Agreement:
+    """Run a draft over the texts, and compare its choices with the next tokens; `about` names the texts.
+
+    `target`: the runner whose features the draft reads; None: it reads none.
+    """
+    return agreement_of([judged_text(runner, text, target) for text in texts if text.answer], about)
+
+
+def judged_text(runner: Runner, text: AnsweredPrompt, target: Runner | None = None) -> JudgedText:
+    """Run a draft over one text; see `compare`."""
+    if target is None:
+        return JudgedText(tuple(_judged(runner, text, read)))
+    return JudgedText(tuple(_judged(runner, text, partial(read_beside, target))), LONGEST)
+
+
+def agreement_of(judged: Sequence[JudgedText], about: str = "") -> Agreement:
+    """Sum up what was judged."""
+    every = [position for text in judged for position in text.positions]
     if not every:
         return Agreement(0, 0.0, 0.0, (0.0,) * LONGEST)
-    lengths = tuple(_accepted(ranks, length) for length in range(1, LONGEST + 1))
-    evaluation = evaluate(chain.from_iterable(judged), about)
-    return Agreement(len(every), _share(every, 1), _share(every, 3), lengths, evaluation)
+    runs = [(_run(draft), len(draft)) for text in judged for draft in text.drafts() if draft]
+    lengths = tuple(statistics.fmean(min(run, length) for run, _ in runs) for length in range(1, LONGEST + 1))
+    return Agreement(
+        len(every), _share(every, 1), _share(every, 3), lengths, evaluate(every, about), tuple(_shares_by_depth(runs))
+    )
 
 
 def step_seconds(runner: Runner, prompt: Sequence[int], times: int = 20) -> float:
@@ -97,6 +145,33 @@ def _opened(runner: Runner, text: Sequence[int]) -> Iterator[None]:
             runner.close(ROOT)
 
 
+def read_beside(
+    target: Runner,
+    runner: Runner,
+    before: Sequence[int],
+    tokens: Sequence[int],
+    look: Callable[[Feed], Seen],
+    most: int = LONGEST,
+) -> Iterator[Seen]:
+    """Do as `read` with a draft that reads its target's features: those before each `most` tokens are there, and the
+    tokens are nodes that the target has not computed."""
+    both = target, runner
+    for one in both:
+        one.open(ROOT, GREEDY)
+    try:
+        for one in both:
+            one.extend(ROOT, before)
+        for start in range(0, len(tokens), most):
+            part = tuple(tokens[start : start + most])
+            yield look(Feed(ROOT, part, tuple(range(ROOT, len(part) - 1))))
+            runner.keep(ROOT, (), 0)
+            for one in both:
+                one.extend(ROOT, part)
+    finally:
+        for one in both:
+            one.close(ROOT)
+
+
 def _timed_step(runner: Runner, prompt: Sequence[int]) -> float:
     runner.keep(ROOT, (), 0)
     start = time.perf_counter()
@@ -104,7 +179,9 @@ def _timed_step(runner: Runner, prompt: Sequence[int]) -> float:
     return time.perf_counter() - start
 
 
-def _judged(runner: Runner, text: AnsweredPrompt) -> Iterator[JudgedPosition]:
+def _judged(
+    runner: Runner, text: AnsweredPrompt, read_on: Callable[..., Iterator[list[Proposal]]]
+) -> Iterator[JudgedPosition]:
     """Yield the draft's first SURE candidates for each answer token, with the rank of that token."""
     ids = (*text.prompt, *text.answer)[: runner.context_length]
     first = len(text.prompt) - 1  # what is proposed after this token is compared with the answer's first
@@ -114,21 +191,25 @@ def _judged(runner: Runner, text: AnsweredPrompt) -> Iterator[JudgedPosition]:
     def choices(feed: Feed) -> list[Proposal]:
         return runner.propose([feed], [Ask(ROOT, node, SURE) for node in range(len(feed.tokens))])
 
-    made = chain.from_iterable(read(runner, ids[:first], ids[first:-1], choices))
+    made = chain.from_iterable(read_on(runner, ids[:first], ids[first:-1], choices))
     for proposal, token in zip(made, ids[first + 1 :], strict=True):
         rank = proposal.tokens.index(token) if token in proposal.tokens else None
         yield JudgedPosition(proposal.said, rank)
 
 
-def _share(ranks: Sequence[int | None], most: int) -> float:
-    return sum(rank is not None and rank < most for rank in ranks) / len(ranks)
+def _share(positions: Sequence[JudgedPosition], most: int) -> float:
+    return sum(one.rank is not None and one.rank < most for one in positions) / len(positions)
 
 
-def _accepted(texts: Sequence[Sequence[int | None]], length: int) -> float:
-    """Return the mean run of first choices, at most `length`, over the positions with LONGEST tokens before them."""
-    runs = [_run(text[at : at + length]) for text in texts for at in range(max(len(text) - LONGEST + 1, 1))]
-    return statistics.fmean(runs)
+def _run(draft: Sequence[JudgedPosition]) -> int:
+    """Return how many first choices are right before the first wrong one."""
+    return next((at for at, position in enumerate(draft) if position.rank != 0), len(draft))
 
 
-def _run(ranks: Sequence[int | None]) -> int:
-    return next((at for at, rank in enumerate(ranks) if rank != 0), len(ranks))
+def _shares_by_depth(runs: Sequence[tuple[int, int]]) -> Iterator[float]:
+    """Yield for each depth the share of right first choices, of drafts whose choices before were right."""
+    for depth in range(LONGEST):
+        reached = [run for run, length in runs if run >= depth and length > depth]
+        if not reached:
+            return
+        yield sum(run > depth for run in reached) / len(reached)

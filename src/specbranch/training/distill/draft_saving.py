@@ -29,8 +29,10 @@ from specbranch.models.files.blocks import AnyMatrix
 from specbranch.models.files.disk import RESUME, write_durably
 from specbranch.models.files.identity import EVALUATION
 from specbranch.models.files.matrix import Matrix
-from specbranch.models.files.weights import NORMS, LayerWeights
+from specbranch.models.files.weights import D2T, NORMS, LayerWeights
+from specbranch.training.distill.features import FeatureWeights
 
+FEATURE_BLOCK = "features"  # in config.json: the form of a draft that reads features
 # Where a target lies that is known by another name here.
 ON_THE_HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
@@ -47,20 +49,26 @@ class DraftWeights:
 def save_draft(
     folder: Path | str,
     arch: Architecture,
-    weights: DraftWeights,
+    weights: DraftWeights | FeatureWeights,
     info: DraftInfo,
     *,
+    taps: Sequence[int] = (),
     licence: str | None = None,
     figures: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
     evaluation: DraftEvaluation | None = None,
 ) -> None:
-    """Write a draft of the target `arch`, replacing one that is there; another target's is refused."""
+    """Write a draft of the target `arch`, replacing one that is there; another target's is refused.
+
+    `taps`: those of a feature draft.
+    """
     path = Path(folder)
     refuse_other_draft(path, info.target_fingerprint)
     config = {**config_of(arch_of_layers(arch, info.layers)), KEY: asdict(info)}
+    config |= {FEATURE_BLOCK: feature_form(taps)} if taps else {}
     measured, made = dict(figures or {}), dict(provenance or {})
-    texts = {"README.md": _card(info, licence, measured, made), "provenance.json": _json({**made, "figures": measured})}
+    card = _card(info, taps, licence, measured, made)
+    texts = {"README.md": card, "provenance.json": _json({**made, "figures": measured})}
     if evaluation is not None:
         texts[EVALUATION] = evaluation_text(evaluation)
     with spoken(path, RESUME):
@@ -108,16 +116,35 @@ def arch_of_layers(arch: Architecture, layers: Sequence[int]) -> Architecture:
     return replace(arch, layers=len(layers), windows=windows, tables=tables)
 
 
-def _stored(arch: Architecture, weights: DraftWeights, storage: Storage) -> dict[str, Tensor]:
-    named = {f"{HUGGING_FACE['norm']}.weight": norm_in_file(arch, weights.norm)}
-    for index, layer in enumerate(weights.layers):
-        named |= layer_tensors(arch, layer, index)
-    stored: dict[str, Tensor] = {}
+def feature_form(taps: Sequence[int]) -> dict[str, Any]:
+    """Say how a draft reads its target's states: after which layers, and that neither the residual stream nor the state
+    that is fed back is normed."""
+    return {"taps": list(taps), "norm_before_residual": False, "norm_output": False}
+
+
+def _stored(arch: Architecture, weights: DraftWeights | FeatureWeights, storage: Storage) -> dict[str, Tensor]:
+    ids = weights.head_ids
+    if isinstance(weights, FeatureWeights):
+        named = feature_tensors(arch, weights)
+        columns = {} if ids is None else {D2T: ids.cpu() - torch.arange(len(ids))}
+    else:
+        named = {f"{HUGGING_FACE['norm']}.weight": norm_in_file(arch, weights.norm)}
+        for index, layer in enumerate(weights.layers):
+            named |= layer_tensors(arch, layer, index)
+        columns = {} if ids is None else {HEAD_IDS: ids.cpu()}
+    stored = {name: tensor.int().contiguous() for name, tensor in columns.items()}
     for name, tensor in named.items():
         stored |= _encoded(name, tensor.detach().cpu(), storage)
-    if weights.head_ids is not None:
-        stored[HEAD_IDS] = weights.head_ids.cpu().int().contiguous()
     return stored
+
+
+def feature_tensors(arch: Architecture, weights: FeatureWeights) -> dict[str, Tensor]:
+    """Return a feature draft's tensors under the names of speculators (eagle3)."""
+    named = {"fc.weight": weights.fc, "norm.weight": weights.norm, "layers.0.hidden_norm.weight": weights.hidden_norm}
+    for index, layer in enumerate(weights.layers):
+        parts = layer_tensors(arch, layer, index)
+        named |= {name.removeprefix("model."): tensor for name, tensor in parts.items()}
+    return named
 
 
 def layer_tensors(arch: Architecture, layer: LayerWeights, index: int) -> dict[str, Tensor]:
@@ -163,13 +190,17 @@ def _json(values: Any) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def _card(info: DraftInfo, licence: str | None, figures: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
+def _card(
+    info: DraftInfo, taps: Sequence[int], licence: str | None, figures: Mapping[str, Any], provenance: Mapping[str, Any]
+) -> str:
     head = (
         "the target's whole vocabulary"
         if info.head_tokens is None
         else f"the {info.head_tokens} tokens the target wrote most often"
     )
     layers = ", ".join(map(str, info.layers))
+    after = ", ".join(map(str, taps))
+    reads = f"It reads the target's hidden states after {after} layers (EAGLE-3's form).\n" if taps else ""
     return f"""---
 license: {(licence or "other").lower()}
 base_model: {ON_THE_HUB.get(info.target, info.target)}
@@ -180,7 +211,7 @@ library_name: specbranch
 
 A draft for speculative decoding of {info.target}: {len(info.layers)} layers, started from the target's layers
 {layers} and trained to give the target's own distribution on text the target wrote. It proposes {head}.
-Embedding and output head are the target's and are not in this folder, so the draft runs only with its target
+{reads}Embedding and output head are the target's and are not in this folder, so the draft runs only with its target
 (sha256 of the embedding in float32: `{info.target_fingerprint}`). Weights are stored as {info.storage}.
 
 Licence: {licence_sentence(licence)}

@@ -25,6 +25,13 @@ from specbranch.models.files.disk import read_tensors
 
 MATERIAL_FORMAT = "specbranch-material-1"
 PADDING = -1  # segment of positions without a conversation
+GIVEN = "given"  # the kind of a prompt of the user's
+GIVEN_WEIGHT = 2.0  # how much a conversation with such a prompt counts; others count 1
+# of conversations; files hold their numbers, so a new one goes to the end
+TEXT_KINDS = (
+    *("talk", "sums", "code", "texts", GIVEN, "summaries", "about", "translation", "extraction", "editing", "data"),
+    "turns",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +70,12 @@ class Material:
     starts: Tensor  # int64 [conversations + 1]
     answers: Tensor  # int64 [conversations], counted from the conversation's own start
     about: Mapping[str, Any] = field(default_factory=dict)  # how it was made: seeds, counts, settings
+    # bool [all tokens]: given, behind an answer's start, as a later question of the conversation; None: nothing is
+    later: Tensor | None = None
+    kinds: Tensor | None = None  # int64 [conversations], numbers in TEXT_KINDS; None: unknown
 
     def __post_init__(self) -> None:
-        if fault := _fault(self.tokens, self.starts, self.answers):
+        if fault := _fault(self.tokens, self.starts, self.answers) or _fault_of_marks(self):
             raise ValueError(f"This is no material: {fault}.")
 
     def __len__(self) -> int:
@@ -79,7 +89,8 @@ class Material:
     @property
     def answer_tokens(self) -> int:
         """The number of answer tokens."""
-        return int((self.lengths - self.answers).sum())
+        given = 0 if self.later is None else int(self.later.sum())
+        return int((self.lengths - self.answers).sum()) - given
 
     @property
     def parts(self) -> list[Mapping[str, Any]]:
@@ -103,14 +114,25 @@ class Material:
     def frequencies(self, vocabulary: int) -> Tensor:
         """Count each token id in the answers [vocabulary]."""
         within, owner = _positions(self.lengths)
-        return torch.bincount(self.tokens[within >= self.answers[owner]].long(), minlength=vocabulary)
+        written = within >= self.answers[owner]
+        written = written if self.later is None else written & ~self.later
+        return torch.bincount(self.tokens[written].long(), minlength=vocabulary)
+
+    def by_kind(self) -> dict[str, int]:
+        """Count the conversations of each kind; nothing if kinds are unknown."""
+        if self.kinds is None:
+            return {}
+        counts = torch.bincount(self.kinds, minlength=len(TEXT_KINDS)).tolist()
+        return {kind: count for kind, count in zip(TEXT_KINDS, counts, strict=True) if count}
 
     def select(self, chosen: Tensor) -> Material:
         """Return some of the conversations, in the given order."""
         lengths = self.lengths[chosen]
         within, owner = _positions(lengths)
-        tokens = self.tokens[self.starts[chosen][owner] + within]
-        return Material(tokens, _starts(lengths), self.answers[chosen], self.about)
+        at = self.starts[chosen][owner] + within
+        later = None if self.later is None else self.later[at]
+        kinds = None if self.kinds is None else self.kinds[chosen]
+        return Material(self.tokens[at], _starts(lengths), self.answers[chosen], self.about, later, kinds)
 
     def split(self, held_out: float, seed: int = 0) -> tuple[Material, Material]:
         """Hold out a share of the conversations, at least one; return (the others, the held-out ones), each in
@@ -151,6 +173,8 @@ class Material:
     def save(self, path: Path) -> None:
         """Write everything to one file, which appears as a whole or not at all."""
         tensors = {"tokens": self.tokens, "starts": self.starts, "answers": self.answers}
+        marks = {"later": self.later, "kinds": self.kinds}
+        tensors |= {name: marked for name, marked in marks.items() if marked is not None}
         metadata = {"format": MATERIAL_FORMAT, "about": json.dumps(dict(self.about), sort_keys=True)}
         try:
             with replacing(path) as part:
@@ -165,7 +189,8 @@ class Material:
         """Read a file written by `save`."""
         try:
             held, metadata = read_tensors(path, MATERIAL_FORMAT)
-            return cls(held["tokens"], held["starts"], held["answers"], json.loads(metadata["about"]))
+            marks = held.get("later"), held.get("kinds")
+            return cls(held["tokens"], held["starts"], held["answers"], json.loads(metadata["about"]), *marks)
         except FileNotFoundError:
             raise ModelError(f"There is no material at {path}.") from None
         except (OSError, SafetensorError, ValueError, KeyError) as error:
@@ -180,12 +205,9 @@ class Material:
         tokens, answers = (
             torch.cat(ours) for ours in ([part.tokens for part in parts], [part.answers for part in parts])
         )
-        return cls(
-            tokens,
-            _starts(lengths),
-            answers,
-            about if about is not None else {"parts": [dict(part.about) for part in parts]},
-        )
+        if about is None:
+            about = {"parts": [dict(part.about) for part in parts]}
+        return cls(tokens, _starts(lengths), answers, about, _joined_later(parts), _joined_kinds(parts))
 
     def _rows(self, length: int, seed: int, epoch: int) -> list[Tensor]:
         """Return the conversations of each row: in shuffled order, a row takes as many as fit."""
@@ -206,13 +228,17 @@ class Material:
         last = torch.ones_like(within, dtype=torch.bool)
         last[:-1] = owner.diff() > 0
         # The prediction at the position before an answer's first token is that token's.
+        source = self.starts[chosen][owner] + within
         answering = within + 1 >= self.answers[chosen][owner]
+        if self.later is not None:
+            answering &= ~self.later[(source + 1).clamp(max=len(self.later) - 1)]
         weight = torch.where(answering, answer_weight, question_weight).masked_fill(last, 0.0).to(torch.float32)
+        if self.kinds is not None:
+            weight = torch.where((self.kinds[chosen] == TEXT_KINDS.index(GIVEN))[owner], GIVEN_WEIGHT * weight, weight)
         position = (
             _first_positions(self.lengths[chosen].clamp(max=length), [len(row) for row in rows], length)[owner] + within
         )
         segment = torch.cat([torch.arange(len(row)) for row in rows])[owner]
-        source = self.starts[chosen][owner] + within
         tokens = self.tokens[source].long()
         filled = (
             _scatter(position, values, size * length) for values in (tokens, within, segment - PADDING, weight, source)
@@ -248,6 +274,32 @@ def _fault(tokens: Tensor, starts: Tensor, answers: Tensor) -> str | None:
     if bool((lengths < 1).any()) or bool((answers < 1).any()) or bool((answers > lengths).any()):
         return "an answer begins outside its conversation"
     return None
+
+
+def _fault_of_marks(material: Material) -> str | None:
+    """Return what is wrong with the marks of tokens and conversations, if anything."""
+    for name, like, dtype in (("later", material.tokens, torch.bool), ("kinds", material.answers, torch.int64)):
+        marks = getattr(material, name)
+        if marks is not None and (marks.shape != like.shape or marks.dtype != dtype):
+            return f"{name} is {marks.dtype} of {list(marks.shape)}, expected {dtype} of {list(like.shape)}"
+    if material.kinds is not None and bool(((material.kinds < 0) | (material.kinds >= len(TEXT_KINDS))).any()):
+        return f"it has kinds beyond {len(TEXT_KINDS)}"
+    return None
+
+
+def _joined_later(parts: Sequence[Material]) -> Tensor | None:
+    """Concatenate the marks of tokens; parts without any have none marked."""
+    if all(part.later is None for part in parts):
+        return None
+    return torch.cat(
+        [torch.zeros_like(part.tokens, dtype=torch.bool) if part.later is None else part.later for part in parts]
+    )
+
+
+def _joined_kinds(parts: Sequence[Material]) -> Tensor | None:
+    """Concatenate the kinds; None if those of a part are unknown."""
+    known = [part.kinds for part in parts if part.kinds is not None]
+    return torch.cat(known) if len(known) == len(parts) else None
 
 
 def _starts(lengths: Tensor) -> Tensor:

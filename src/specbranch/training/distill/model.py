@@ -7,9 +7,9 @@ native decoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -93,12 +93,17 @@ class Stack(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return the normed hidden states [batch, length, hidden] for the head; a token sees its own segment up to
         itself."""
+        return self.states(batch)[0]
+
+    def states(self, batch: Batch, taps: Sequence[int] = ()) -> tuple[Tensor, ...]:
+        """Return what `forward` returns, then the residual stream after so many layers for each of `taps`."""
         x = embedding(batch.tokens, self.embedding)
         if (scale := self.arch.embedding_scale) is not None:
             x = x * torch.tensor(scale, dtype=x.dtype, device=x.device)
         turns = self._turns(batch.positions)
         attends = {window: attention(batch, x.dtype, window) for window in set(map(_window, self.forms))}
-        for block, form in zip(self.blocks, self.forms, strict=True):
+        passed = {0: x}
+        for number, (block, form) in enumerate(zip(self.blocks, self.forms, strict=True), 1):
             assert isinstance(block, TrainedLayer)
             for residual in form:
                 h, operation = self._normed(x, getattr(block, residual.norm)), residual.operation
@@ -108,7 +113,9 @@ class Stack(nn.Module):
                     change = _mlp(block, operation, h)
                 after = residual.after
                 x = x + (change if after is None else self._normed(change, getattr(block, after)))
-        return self._normed(x, self.norm)
+            if number in taps:
+                passed[number] = x
+        return self._normed(x, self.norm), *(passed[tap] for tap in taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score the tokens of the head."""
@@ -188,16 +195,46 @@ class CountedRows:
         return [CountedRows(*part) for part in zip(*parts, strict=True)]
 
 
-def counted(teacher: Tensor, student: Tensor, weight: Tensor) -> CountedRows:
-    """Keep only the positions [batch, length] with a weight: the head is the most expensive part, and padding needs
-    none.
+@dataclass(frozen=True, slots=True)
+class DeepRows:
+    """The weighted positions of a batch, each predicted by every depth of a draft.
 
-    The weight stays on the CPU, because finding the positions on the device would wait for all earlier work.
+    Depth d predicts after a token having drafted the last d tokens itself; a plain draft has depth 0 alone. A row of
+    depth d goes on from the row before it at depth d - 1 if it `follows` that.
     """
-    flat = weight.flatten()
-    positions = flat.nonzero().squeeze(-1)
-    on_device, kept = sent(positions, student.device), sent(flat[positions], student.device)
-    return CountedRows(teacher.flatten(0, 1)[on_device], student.flatten(0, 1)[on_device], kept)
+
+    teacher: Tensor  # [rows, hidden]
+    student: Tensor  # [depths, rows, hidden]
+    weight: Tensor  # [depths, rows], float; 0 where a depth has no prediction
+    follows: Tensor  # [rows], bool, on the CPU: True if the row before is of the token before
+
+    def depth(self, depth: int) -> CountedRows:
+        """Return the rows of one depth, those without a prediction, too."""
+        return CountedRows(self.teacher, self.student[depth], self.weight[depth])
+
+    @property
+    def depths(self) -> int:
+        """The number of depths."""
+        return self.student.shape[0]
+
+
+def counted(teacher: Tensor, students: Sequence[Tensor], weights: Sequence[Tensor]) -> DeepRows:
+    """Keep only the positions [batch, length] that depth 0 weighs: the head is the most expensive part, and padding
+    needs none.
+
+    The state of depth d for a position stands d places before it, where the draft began to feed itself. Weights stay
+    on the CPU, because finding the positions on the device would wait for all earlier work.
+    """
+    flat = [weight.flatten() for weight in weights]
+    positions = flat[0].nonzero().squeeze(-1)
+    follows = torch.zeros(len(positions), dtype=torch.bool)
+    follows[1:] = positions.diff() == 1
+    device = teacher.device
+    rows = [
+        student.flatten(0, 1)[sent((positions - depth).clamp(min=0), device)] for depth, student in enumerate(students)
+    ]
+    kept = sent(torch.stack([weight[positions] for weight in flat]), device)
+    return DeepRows(teacher.flatten(0, 1)[sent(positions, device)], torch.stack(rows), kept, follows)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -209,26 +246,30 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     )
 
 
-def divergence(rows: CountedRows, head: Tensor, chunk: int = SCORED_ROWS) -> Tensor:
-    """Return the weighted sum over rows of KL(teacher ‖ student), both over the tokens of `head`."""
+def divergence(rows: DeepRows, head: Tensor, chunk: int = SCORED_ROWS) -> Tensor:
+    """Return the weighted sum over depths and rows of KL(teacher ‖ student), both over the tokens of `head`."""
     total: Tensor = _Divergence.apply(rows.student, rows.teacher, rows.weight, head, chunk)  # type: ignore[no-untyped-call]
     return total
 
 
 class _Divergence(torch.autograd.Function):
-    """Computes the gradient with the loss: with a frozen head it is weight·(q − p)·head, so no scores are kept."""
+    """Computes the gradient with the loss: with a frozen head it is weight·(q − p)·head, so no scores are kept. The
+    teacher's are computed once for all depths."""
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, head: Tensor, chunk: int) -> Tensor:
         gradient = torch.empty_like(student)
         total = torch.zeros((), device=student.device, dtype=_wide(student.dtype))
-        for chunk_rows, out in zip(
-            CountedRows(teacher, student, weight).chunks(chunk), torch.split(gradient, chunk), strict=True
-        ):
-            p, q = _log_odds(chunk_rows.teacher, head), _log_odds(chunk_rows.student, head)
-            likely, scale = p.exp(), chunk_rows.weight.to(p.dtype).unsqueeze(-1)
-            total += (likely * p.sub_(q) * scale).sum()
-            torch.matmul(q.exp_().sub_(likely).mul_(scale).to(head.dtype), head, out=out)
+        for start in range(0, teacher.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            p = _log_odds(teacher[rows], head)
+            likely = p.exp()
+            for depth in range(student.shape[0]):
+                scale = weight[depth, rows].to(p.dtype).unsqueeze(-1)
+                q = _log_odds(student[depth, rows], head)
+                total += ((p - q) * likely * scale).sum()
+                odds = q.exp_().sub_(likely).mul_(scale)
+                torch.matmul(odds.to(head.dtype), head, out=gradient[depth, rows])
         ctx.save_for_backward(gradient)
         return total
 
@@ -260,23 +301,54 @@ class Scores:
 NO_SCORES = Scores(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
+class Headed(Protocol):
+    """A draft's output head."""
+
+    @property
+    def head(self) -> Tensor:
+        """The rows of the target's head that the draft scores [tokens, hidden]."""
+
+    @property
+    def head_ids(self) -> Tensor | None:
+        """The tokens of these rows; None: all."""
+
+
 @torch.no_grad()
-def compare(rows: CountedRows, student: Stack, head: Tensor, chunk: int = SCORED_ROWS) -> Scores:
+def compare(rows: CountedRows, student: Headed, head: Tensor, chunk: int = SCORED_ROWS) -> Scores:
     """Compare with the target's whole `head`, weighting each row."""
     return sum((_compare(chunk_rows, student, head) for chunk_rows in rows.chunks(chunk)), NO_SCORES)
 
 
 @torch.no_grad()
-def judge(rows: CountedRows, student: Stack, head: Tensor, candidates: int) -> Iterator[JudgedPosition]:
-    """Yield the draft's best candidates at each row, compared with the target's choice by its whole `head`."""
-    for chunk_rows in rows.chunks():
-        whole, q = _scores(chunk_rows.teacher, head), _log_odds(chunk_rows.student, student.head)
-        log_odds, hits = _best(q, student.head_ids, whole, candidates)
-        for said, right in zip(log_odds.exp().tolist(), hits.tolist(), strict=True):
-            yield JudgedPosition(tuple(said), right.index(True) if True in right else None)
+def judge(rows: DeepRows, student: Headed, head: Tensor, candidates: int) -> list[list[JudgedPosition | None]]:
+    """Return for each depth and row the draft's best candidates, compared with the target's choice by its whole
+    `head`; None where drafting would not have come: a first choice before was not the target's."""
+    judged, reached = [], rows.weight[0].cpu() > 0
+    for depth in range(rows.depths):
+        said, hits = _candidates(rows.depth(depth), student, head, candidates)
+        judged.append(
+            [
+                JudgedPosition(tuple(odds), right.index(True) if True in right else None) if here else None
+                for odds, right, here in zip(said.tolist(), hits.tolist(), reached.tolist(), strict=True)
+            ]
+        )
+        if depth + 1 < rows.depths:
+            reached = (reached & hits[:, 0]).roll(1, 0) & rows.follows & (rows.weight[depth + 1].cpu() > 0)
+    return judged
 
 
-def _compare(rows: CountedRows, student: Stack, head: Tensor) -> Scores:
+def _candidates(rows: CountedRows, student: Headed, head: Tensor, candidates: int) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of the best candidates [rows, candidates], and which are the target's choice."""
+    found = []
+    for part in rows.chunks():
+        q = _log_odds(part.student, student.head)
+        log_odds, hits = _best(q, student.head_ids, _scores(part.teacher, head), candidates)
+        found.append((log_odds.exp().cpu(), hits.cpu()))
+    said, hits = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return said, hits
+
+
+def _compare(rows: CountedRows, student: Headed, head: Tensor) -> Scores:
     whole, q = _log_odds(rows.teacher, head), _log_odds(rows.student, student.head)
     ids = student.head_ids
     p = whole if ids is None else whole[:, ids]

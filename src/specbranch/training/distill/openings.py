@@ -1,144 +1,37 @@
-"""The openings of conversations that a target writes: system prompts, first words of questions, and the turn to the
-answer.
+"""The openings of conversations that a target writes, in its chat template: the text before a question, the turn to the
+answer, and later questions.
 
-Owns what is given to the target; all words here are ours. Invariant: an opening is the chat template's text before a
-question, with at most a few first words. The target writes the rest of the question.
+Owns what is given to the target, token by token; the words are in `opening_words.py` and `given_data.py`. Invariants:
+an opening has at most a few first words of a question, and the target writes the rest; those about made-up data and
+the user's are whole. A later question follows an answer that the target ended.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from random import Random
 
 import torch
 
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.files.architecture import Architecture
+from specbranch.text.chat_template import Message
 from specbranch.text.tokenizer import Tokenizer
+from specbranch.training.distill.given_data import data_questions
+from specbranch.training.distill.material import GIVEN, TEXT_KINDS
+from specbranch.training.distill.opening_words import DATA_SHARE, DATA_TURNS, ON_DATA, SYSTEMS, TALKS
 from specbranch.training.distill.writer_settings import LEAST_QUESTION, WriterSettings
 
 log = logging.getLogger("specbranch")
 
-SYSTEMS: tuple[str | None, ...] = (  # None: whatever the template itself puts there
-    *(None,) * 16,  # most people leave it at that
-    "You are a patient teacher. The user asks about a school subject, and you explain it step by step.",
-    "You are an experienced programmer. The user wants a function or a short program, and you write it with a few "
-    "words of comment.",
-    "You solve word problems in arithmetic. Show each calculation on its own line, then state the result.",
-    "You are a careful editor. The user hands you a text, and you rewrite, shorten or correct it.",
-    "You are a writer of short stories, letters and poems in whatever tone the user likes.",
-    "You give practical advice on work, health, travel and the household, in plain words.",
-    "You know science and technology well and answer with precise facts.",
-    "You play the part the user asks for and never leave it.",
-    "You draw out of a text what was asked for, as a list or a table, and add nothing.",
-    "You weigh the arguments on both sides of a question before you come to a conclusion.",
-)
-TALK = (  # first words of what people ask; mostly none, so that the target chooses
-    *("",) * 12,
-    *(
-        "How",
-        "What",
-        "Why",
-        "Can you",
-        "Write a",
-        "Write an email",
-        "Explain",
-        "Describe",
-        "Imagine",
-        "Compare",
-        "Give me",
-        "Pretend",
-    ),
-    *("Suggest", "Tell me", "Which", "Is it true that", "Translate", "Rewrite", "Plan", "Solve", "Draft a", "Think of"),
-)
-SUMS = (  # word problems in arithmetic
-    *(
-        "A farmer",
-        "Maria",
-        "If a",
-        "There are",
-        "Suppose",
-        "A train",
-        "Tom has",
-        "Lena buys",
-        "A bakery sells",
-        "A shop",
-        "Every day",
-    ),
-    *(
-        "In a class of",
-        "Omar earns $",
-        "The price of",
-        "A box holds",
-        "Half of",
-        "Two friends",
-        "A tank",
-        "At the market",
-        "Nina reads",
-    ),
-    *(
-        "Ben and his sister",
-        "A ticket costs",
-        "Each week",
-        "A rope",
-        "Paul is twice as old as",
-        "A car drives",
-        "Out of 60",
-        "Grandma bakes",
-    ),
-    *("A team", "Sofia saves", "The school", "It takes", "Five workers", "A garden", "Mr. Cole", "On Monday"),
-)
-CODE = (  # programs, described in words or started
-    *("def",) * 6,
-    *(
-        "import",
-        "from typing import",
-        "class",
-        "Write a Python function",
-        "Write a function that",
-        "Complete this code:",
-        "Fix this code:",
-    ),
-    *(
-        "Given a list",
-        "Given a string",
-        "Implement",
-        "Write a program",
-        "What does this code do?",
-        "Write a SQL query",
-        "Refactor",
-    ),
-    *(
-        "Complete the following Python function:\n\n```python\ndef",
-        "Write a class",
-        "Write a test for",
-        "How do I",
-        "```python\n",
-    ),
-)
-TEXTS = (  # a text is handed over, longer than a question; these may be as long as leaves room for an answer
-    *(
-        "Summarize:",
-        "Summarize the following article:",
-        "Summarize this report:",
-        "Shorten this text:",
-        "Read this story:",
-    ),
-    *(
-        "Here is an article:",
-        "What are the main points of this text?",
-        "Rewrite the following text:",
-        "Extract the names from this article:",
-    ),
-    *("The following",),
-)
-OPENING_KINDS = (TALK, SUMS, CODE, TEXTS)
-KIND_NAMES = ("talk", "sums", "code", "texts")
-GIVEN = "given"  # the kind of a prompt of the user's
+Pair = tuple[str | None, str]  # a system prompt, and first words of a question
+KIND_NAMES = tuple(kind for kind in TEXT_KINDS if kind != GIVEN)
+FRAMES = 1200  # openings of a script, the user's prompts aside; another seed draws others
 LEAST_TEXT = 160  # tokens of a text handed over
 LEAST_ANSWER = 16  # tokens that must be left after a user's prompt
 
@@ -154,6 +47,10 @@ class Script:
     question_ends: tuple[int, ...]
     answer_ends: tuple[int, ...]
     kinds: tuple[str, ...] = ()  # of each opening
+    # later questions, each from the end of an answer to the beginning of its own; and for each opening their numbers
+    turns: tuple[tuple[int, ...], ...] = ()
+    later: tuple[tuple[int, ...], ...] = ()
+    turn_end: int | None = None  # the token that ends an answer where a later question may follow
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, arch: Architecture, settings: WriterSettings) -> Script:
@@ -173,9 +70,10 @@ class Script:
         lines = list(_interleaved(_shuffled(frames, settings.seed), _shuffled(prompts, settings.seed)))
         parts = ((line.before, not line.behind, (line.least, line.most), line.kind) for line in lines)
         openings, asked, limits, kinds = zip(*parts, strict=True)
-        script = cls(
-            openings, asked, limits, bridge, _question_ends(tokenizer, ends, bridge[0], arch.vocabulary), ends, kinds
-        )
+        closing = _question_ends(tokenizer, ends, bridge[0], arch.vocabulary)
+        turns = _Turns.of(tokenizer, lines, ends)
+        later = tuple(turns.numbers(line) for line in lines)
+        script = cls(openings, asked, limits, bridge, closing, ends, kinds, turns.tokens, later, turns.end)
         script.check(arch)
         return script
 
@@ -188,7 +86,7 @@ class Script:
 
     def check(self, arch: Architecture) -> None:
         """Raise if the model lacks one of the ids."""
-        highest = max(*self.bridge, *(max(opening) for opening in self.openings))
+        highest = max(*self.bridge, *(max(tokens) for tokens in (*self.openings, *self.turns)))
         if highest >= arch.vocabulary:
             raise ModelError(
                 f"The tokenizer gives id {highest}, but {arch.name} knows {arch.vocabulary}. They do not belong "
@@ -205,6 +103,7 @@ class _Frame:
     least: int
     most: int
     kind: str = GIVEN
+    later: tuple[str, ...] = ()  # questions of the same conversation
 
     @property
     def needed(self) -> int:
@@ -213,21 +112,73 @@ class _Frame:
 
 
 def _frames(tokenizer: Tokenizer, settings: WriterSettings) -> list[_Frame]:
-    """Return a frame for each system prompt and starter that leaves space for an answer."""
-    around = cache(partial(_around, tokenizer))  # many are asked for several times
-    short, long = (LEAST_QUESTION, settings.question_tokens), (LEAST_TEXT, settings.length * 3 // 5)
-    frames = [
-        _Frame(*around(system, starter), *(long if kind is TEXTS else short), name)
-        for system, (kind, name) in product(_accepted_systems(tokenizer), zip(OPENING_KINDS, KIND_NAMES, strict=True))
-        for starter in kind
-    ]
-    fitting = [frame for frame in frames if frame.needed <= settings.length and frame.least <= frame.most]
-    if not fitting:
-        least = min(frame.needed for frame in frames)
+    """Return frames that leave space for an answer: of each kind its share, as far as that fits at all."""
+    random, systems = Random(settings.seed), _accepted_systems(tokenizer)
+    around = cache(partial(_around, tokenizer))  # some are asked for several times
+    found, least = list[_Frame](), list[int]()
+    for kind in TALKS:
+        limits = (LEAST_TEXT, settings.length * 3 // 5) if kind.long else (LEAST_QUESTION, settings.question_tokens)
+        count = round(kind.share * FRAMES)
+        drawn = _drawn_evenly(random, list(product(systems, dict.fromkeys(kind.starters))), count)
+        frames = [_Frame(*around(*pair), *limits, kind.name) for pair in drawn if limits[0] <= limits[1]]
+        fitting = [frame for frame in frames if frame.needed <= settings.length]
+        least += [frame.needed for frame in frames]
+        found += [replace(frame, later=_drawn(random, kind.later, kind.turns)) for frame in fitting]
+    if not found:
         raise BadParameter(
-            f"length is {settings.length}; the openings of this model's conversations need at least {least}."
+            f"length is {settings.length}; the openings of this model's conversations need at least {min(least)}."
         )
-    return fitting
+    return found + _data_frames(tokenizer, settings, random)
+
+
+def _drawn_evenly(random: Random, pairs: Sequence[Pair], count: int) -> list[Pair]:
+    """Draw each as often as another, or once more."""
+    whole, rest = divmod(count, len(pairs))
+    return [*pairs] * whole + random.sample(pairs, rest)
+
+
+def _drawn(random: Random, questions: Sequence[str], turns: Sequence[int]) -> tuple[str, ...]:
+    return tuple(random.sample(questions, random.choice(turns)))
+
+
+def _data_frames(tokenizer: Tokenizer, settings: WriterSettings, random: Random) -> list[_Frame]:
+    """Return whole questions about tables and records that were made up."""
+    texts = data_questions(round(DATA_SHARE * FRAMES), settings.seed)
+    frames = [_Frame(tuple(_chat(tokenizer, None, text)), (), 0, 0, "data") for text in texts]
+    fitting = [frame for frame in frames if frame.needed <= settings.length]
+    return [replace(frame, later=_drawn(random, ON_DATA, DATA_TURNS)) for frame in fitting]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """Later questions in the chat template, behind the token that ends the answer before."""
+
+    end: int | None  # None: the template has no such token, so nothing follows an answer
+    tokens: tuple[tuple[int, ...], ...]
+    places: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, frames: Sequence[_Frame], ends: Sequence[int]) -> _Turns:
+        """Build them for all frames."""
+        questions = list(dict.fromkeys(question for frame in frames for question in frame.later))
+        found = [_turn(tokenizer, question) for question in questions]
+        first = {tokens[0] for tokens in found if tokens}
+        if len(first) != 1 or not first <= set(ends):
+            return cls(None, (), {})
+        return cls(first.pop(), tuple(tokens[1:] for tokens in found), {one: at for at, one in enumerate(questions)})
+
+    def numbers(self, frame: _Frame) -> tuple[int, ...]:
+        """Return the numbers of a frame's later questions."""
+        return tuple(self.places[question] for question in frame.later if question in self.places)
+
+
+def _turn(tokenizer: Tokenizer, question: str) -> tuple[int, ...]:
+    """Return the tokens from the end of an answer to the beginning of the next: what two chats share whose answers
+    differ."""
+    asked, then = {"role": "user", "content": "Hi"}, {"role": "user", "content": question}
+    chats = [[asked, {"role": "assistant", "content": word}, then] for word in ("apple", "Zulu")]
+    one, other = (_rendered(tokenizer, chat) for chat in chats)
+    return tuple(one[len(one) - _common(one[::-1], other[::-1]) :])
 
 
 def _accepted_systems(tokenizer: Tokenizer) -> tuple[str | None, ...]:
@@ -253,9 +204,13 @@ def _around(tokenizer: Tokenizer, system: str | None, starter: str) -> tuple[tup
 
 def _chat(tokenizer: Tokenizer, system: str | None, question: str) -> list[int]:
     messages = [{"role": "user", "content": question}]
+    return _rendered(tokenizer, [{"role": "system", "content": system}, *messages] if system else messages)
+
+
+def _rendered(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # plain text for want of a template: said once, by the script
-        return tokenizer.chat([{"role": "system", "content": system}, *messages] if system else messages)
+        return tokenizer.chat(messages)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

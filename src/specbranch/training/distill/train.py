@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specbranch.core.draft_evaluation import DraftEvaluation, JudgedPosition, evaluate
 from specbranch.core.learning import SURE
@@ -30,8 +30,10 @@ from specbranch.models.files.disk import RESUME, write_durably
 from specbranch.models.files.weights import Weights
 from specbranch.progress import Onlooker, silent
 from specbranch.training.distill.checkpoint import Checkpoint, write_checkpoint
+from specbranch.training.distill.courses import course_of, whole_weight
+from specbranch.training.distill.features import FeatureStack
 from specbranch.training.distill.material import PADDING, Batch, Material
-from specbranch.training.distill.model import NO_SCORES, CountedRows, Stack, compare, counted, divergence, judge
+from specbranch.training.distill.model import NO_SCORES, DeepRows, Stack, compare, divergence, judge
 from specbranch.training.distill.picture import picture
 from specbranch.training.distill.start import StartingDraft
 from specbranch.training.distill.teacher import Teacher, moved
@@ -44,6 +46,7 @@ CHECKPOINT, METRICS, PICTURE = "checkpoint.safetensors", "metrics.jsonl", "train
 CALIBRATION = 20  # steps after which a time budget becomes a number of steps
 WARM = 5  # the first of them are slower and are not counted
 HELD_OUT_TEXT = "held-out conversations of its training material"
+AT_ONCE = 1 << 18  # tokens times depths of one forward: what is kept for the gradient grows with both
 STEPS_SHARE = 0.95  # share of a time budget that steps may fill; the rest is measuring and saving
 
 
@@ -51,11 +54,11 @@ STEPS_SHARE = 0.95  # share of a time budget that steps may fill; the rest is me
 class Trained:
     """A finished training: the draft, its agreement with the target on held-out conversations, and the counts there."""
 
-    student: Stack
+    student: Stack | FeatureStack
     steps: int
     tokens: int
     seconds: float
-    figures: dict[str, float]
+    figures: dict[str, Any]
     evaluation: DraftEvaluation
 
 
@@ -122,18 +125,19 @@ class _Training:
         ids = frequent_tokens(material, arch.vocabulary, settings.head_tokens) if settings.head_tokens else None
         ids = ids if start is None else start.head_ids
         self.device = weights.norm.device
-        self.teacher = Teacher(Stack(arch, weights))
+        self.teacher = Teacher(Stack(arch, weights), settings.taps)
         self.remembering = self.teacher.has_room(material)
-        self.student = Stack(
-            arch, weights, settings.layers, trained=True, head_ids=None if ids is None else ids.to(self.device)
-        )
+        self.course = course_of(arch, weights, settings, None if ids is None else ids.to(self.device))
+        self.student = self.course.student
         if start is not None:
+            assert isinstance(self.student, Stack), "only plain drafts learn on"
             start.give(self.student)
         self.optimiser = _optimiser(self.student, settings)
         self.identity = _identity(settings, material, weights)
         self.total = settings.steps
         self.step, self.tokens, self.seconds, self.epoch, self.index = 0, 0, 0.0, 0, 0
-        self.micro = settings.rows  # rows of one forward; several of them make a step where memory is short
+        # rows of one forward; several of them make a step where memory is short
+        self.micro = min(settings.rows, max(AT_ONCE // (settings.length * settings.depths), 1))
         self._losses: list[Tensor] = []
         self._warm = 0, 0.0  # step and seconds from which on steps take their usual time
         self._saved_at = time.monotonic()
@@ -178,7 +182,7 @@ class _Training:
                 self.save()
                 clock.restart()
 
-    def finish(self) -> dict[str, float]:
+    def finish(self) -> dict[str, Any]:
         """Evaluate the draft a last time, and write all files of the run."""
         figures = self.evaluate()
         self._write(
@@ -220,14 +224,15 @@ class _Training:
 
     def _gradients(self, batch: Batch) -> Tensor:
         self.optimiser.zero_grad(set_to_none=True)
-        total = max(batch.weight.sum().item(), 1e-9)
+        total = max(batch.weight.sum().item() * whole_weight(self.settings), 1e-9)
         losses = [self._part(part, total) for part in batch.parts(self.micro) if part.weight.any()]
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def _part(self, part: Batch, total: float) -> Tensor:
         """Add the gradient of some rows."""
         here = moved(part, self.student)
-        loss = divergence(counted(self.teacher(here), self.student(here), part.weight), self.student.head) / total
+        rows = self.course.rows(part, here, self.teacher(here), self.settings.fade)
+        loss = divergence(rows, self.student.head) / total
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -245,7 +250,7 @@ class _Training:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, Any]:
         """Compare with the target on held-out answers, always the same ones."""
         return self._fitting(self._compared)
 
@@ -254,23 +259,27 @@ class _Training:
         return evaluate(self._fitting(self._judged), HELD_OUT_TEXT)
 
     @torch.no_grad()
-    def _compared(self) -> dict[str, float]:
-        scores = NO_SCORES
+    def _compared(self) -> dict[str, Any]:
+        scores = [NO_SCORES] * self.settings.depths
         for rows in self._held_out_rows():
-            scores += compare(rows, self.student, self.teacher.stack.head)
-        return {**scores.means(), "compared": scores.rows}
+            for depth in range(rows.depths):
+                scores[depth] += compare(rows.depth(depth), self.student, self.teacher.stack.head)
+        figures = {**scores[0].means(), "compared": scores[0].rows}
+        by_depth = [round(one.means()["top1"], 4) for one in scores]
+        return {**figures, "top1_by_depth": by_depth} if self.settings.taps else figures
 
     @torch.no_grad()
     def _judged(self) -> list[JudgedPosition]:
         head = self.teacher.stack.head
-        return [one for rows in self._held_out_rows() for one in judge(rows, self.student, head, SURE)]
+        judged = (judge(rows, self.student, head, SURE) for rows in self._held_out_rows())
+        return [one for depths in judged for positions in depths for one in positions if one is not None]
 
-    def _held_out_rows(self) -> Iterator[CountedRows]:
+    def _held_out_rows(self) -> Iterator[DeepRows]:
         s = self.settings
         for batch in islice(self.held_out.batches(s.length, s.rows, s.seed, 0), s.evaluate_batches):
             for part in batch.parts(self.micro):
                 here = moved(part, self.student)
-                yield counted(self.teacher.stack(here), self.student(here), part.weight)
+                yield self.course.rows(part, here, self.teacher.listen(here), fade=1.0)
 
     def _at_a_mark(self) -> bool:
         """True if this step reads the clock, which waits for the device."""
@@ -381,6 +390,7 @@ def _identity(settings: TrainSettings, material: Material, weights: Weights) -> 
     return {
         **values,
         "layers": list(settings.layers),
+        "taps": list(settings.taps),
         "material": digest.hexdigest(),
         "target": sha256(sample.numpy().data).hexdigest(),
     }
@@ -400,7 +410,7 @@ def _short(value: Any) -> str:
     return f"{value[:12]}…" if isinstance(value, str) and len(value) > 12 else str(value)
 
 
-def _optimiser(student: Stack, settings: TrainSettings) -> torch.optim.Optimizer:
+def _optimiser(student: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in student.parameters() if parameter.dim() > 1]
     # norms and biases are not drawn to 0
     vectors = [parameter for parameter in student.parameters() if parameter.dim() < 2]

@@ -16,6 +16,9 @@ class TrainSettings:
     """How a draft is trained. Exactly one of `steps` and `seconds` says how long."""
 
     layers: tuple[int, ...]  # those of the target it starts from
+    taps: tuple[int, ...] = ()  # layers of the target after which a feature draft reads its state; none: a plain draft
+    depths: int = 1  # rows in a row that the draft is trained for, all but the first on its own states
+    fade: float = 0.8  # how much a depth counts, as a share of the depth before
     steps: int | None = None
     seconds: float | None = None
     most_steps: int | None = None  # that `seconds` may become
@@ -37,12 +40,18 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
             raise BadParameter(f"steps is {self.steps} and seconds is {self.seconds}; expected exactly one of them.")
-        for name in ("rows", "length", "warmup", "record_every", "evaluate_every", "evaluate_batches"):
+        for name in ("rows", "length", "warmup", "record_every", "evaluate_every", "evaluate_batches", "depths"):
             if getattr(self, name) < 1:
                 raise BadParameter(f"{name} is {getattr(self, name)}; expected a whole number ≥ 1.")
         for name in ("steps", "seconds", "learning_rate", "clip", "head_tokens"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise BadParameter(f"{name} is {value}; expected a finite number above 0.")
+        if not 0 < self.fade <= 1:
+            raise BadParameter(f"fade is {self.fade}; expected more than 0 and at most 1.")
+        if not self.taps and self.depths > 1:
+            raise BadParameter(f"A plain draft is trained for one depth, not for {self.depths}; unroll feature drafts.")
+        if self.depths > self.length:
+            raise BadParameter(f"{self.depths} unrolled steps do not fit into rows of {self.length} tokens.")
         if not self.checkpoint_seconds >= 0:
             raise BadParameter(f"checkpoint_seconds is {self.checkpoint_seconds}; expected 0 or more.")
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +28,15 @@ from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.forward.decoder import Decoder
 from specbranch.progress import Onlooker, silent
 from specbranch.text.tokenizer import Tokenizer
-from specbranch.training.distill.material import Material
+from specbranch.training.distill.material import TEXT_KINDS, Material
 from specbranch.training.distill.openings import Script
 from specbranch.training.distill.texts import Texts
 from specbranch.training.distill.writer_settings import WriterSettings
 
 log = logging.getLogger("specbranch")
 
+LATER = -1  # mark of a token of a later question
+ROOM_AFTER_TURN = 48  # tokens that must be left for the answer to a later question
 UNKNOWN_START = 1 << 30  # where an answer begins whose question is still being written
 
 
@@ -82,11 +85,11 @@ def write(
     settings = replace(settings, length=target.arch.choose_context(None, most=settings.length))
     script = Script.of(tokenizer, target.arch, settings)
     desk = _fitting_desk(target, script, settings)
-    history = _History()
+    history = _History(script)
     start = time.monotonic()
     written = Written(0, 0, 0.0)
     while not _spent(settings, written):
-        history.add(*desk.advance())
+        history.add(desk.advance())
         written = Written(history.tokens, history.finished, time.monotonic() - start)
         written.show(watch, what, settings)
     about = {
@@ -104,33 +107,42 @@ def _spent(settings: WriterSettings, written: Written) -> bool:
     return settings.seconds is not None and written.seconds >= settings.seconds
 
 
+class Advance(NamedTuple):
+    """Some steps of all rows, each [steps, rows]."""
+
+    tokens: Tensor
+    # the position at which the answer started, where a token ends a conversation; LATER in a later question; else 0
+    ended: Tensor
+    openings: Tensor  # the number of the row's opening
+
+
 class _History:
     """The tokens of all rows, step by step, as they come from the device."""
 
-    def __init__(self) -> None:
-        self._tokens: list[Tensor] = []
-        self._ended: list[Tensor] = []
+    def __init__(self, script: Script) -> None:
+        self._kinds = torch.tensor([TEXT_KINDS.index(kind) for kind in script.kinds])
+        self._steps: list[Advance] = []
         self.tokens = self.finished = 0
 
-    def add(self, tokens: Tensor, ended: Tensor) -> None:
-        """Add tokens [steps, rows] and, where a token ends a conversation, the position at which its answer started;
-        else 0."""
-        self._tokens.append(tokens)
-        self._ended.append(ended)
-        self.tokens += tokens.numel()
-        self.finished += int((ended > 0).sum())
+    def add(self, step: Advance) -> None:
+        """Add some steps."""
+        self._steps.append(step)
+        self.tokens += step.tokens.numel()
+        self.finished += int((step.ended > 0).sum())
 
     def material(self, unfinished: Tensor, about: dict[str, object]) -> Material:
         """Return the conversations row by row; an unfinished one counts if its answer has started."""
-        tokens, ended = (torch.cat(parts).T.contiguous() for parts in (self._tokens, self._ended))
+        tokens, ended, openings = (torch.cat(parts).T.contiguous() for parts in zip(*self._steps, strict=True))
+        later = ended == LATER
         ended[:, -1] = torch.where(ended[:, -1] > 0, ended[:, -1], unfinished)
-        last = ended.view(-1).nonzero().view(-1)
+        last = (ended.view(-1) > 0).nonzero().view(-1)
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), last + 1))
-        whole = Material(tokens.view(-1), starts, ended.view(-1)[last].long().clamp(max=starts.diff()), about)
+        answers = ended.view(-1)[last].long().clamp(max=starts.diff())
+        kinds = self._kinds[openings.view(-1)[last].long()]
+        whole = Material(tokens.view(-1), starts, answers, about, later.view(-1), kinds)
         answered = whole.select((whole.answers < whole.lengths).nonzero().view(-1))
-        return replace(
-            answered, about={**about, "conversations": len(answered), "answer_tokens": answered.answer_tokens}
-        )
+        counts = {"conversations": len(answered), "answer_tokens": answered.answer_tokens, "kinds": answered.by_kind()}
+        return replace(answered, about={**about, **counts})
 
 
 class Desk:
@@ -146,16 +158,14 @@ class Desk:
             : self.rows
         ]
         self._state = self._first_state()
-        self._log = torch.zeros(2, settings.steps, self.rows, dtype=torch.int32, device=self.device)
+        self._log = torch.zeros(len(Advance._fields), settings.steps, self.rows, dtype=torch.int32, device=self.device)
         self._step = self._captured() if self.device.type == "cuda" else self._once
 
-    def advance(self) -> tuple[Tensor, Tensor]:
-        """Take the settings' number of steps; return the tokens [steps, rows] and the ends of conversations (see
-        _History)."""
+    def advance(self) -> Advance:
+        """Take the settings' number of steps."""
         for _ in range(self.settings.steps):
             self._step()
-        tokens, ended = self._log.cpu().clone()
-        return tokens, ended
+        return Advance(*self._log.cpu().clone())
 
     def unfinished(self) -> Tensor:
         """Return the start of the answer in each row's open conversation, else UNKNOWN_START [rows]."""
@@ -164,9 +174,9 @@ class Desk:
         return self._state.answer.to("cpu", torch.int32)
 
     def _first_state(self) -> _State:
-        token, position, opening, answer = torch.zeros(4, self.rows, dtype=torch.int64, device=self.device)
+        per_row = torch.zeros(7, self.rows, dtype=torch.int64, device=self.device)
         used, step = torch.zeros(2, 1, dtype=torch.int64, device=self.device)
-        state = _State(token, position, opening, answer, used, step)
+        state = _State(*per_row, used, step)
         self._restart(state)
         return state
 
@@ -175,6 +185,9 @@ class Desk:
         state.token.copy_(self._script.openings[state.opening, 0])
         state.position.zero_()
         state.answer.copy_(self._script.answers[state.opening])
+        state.speaks.copy_(state.answer)
+        state.asked.zero_()
+        state.turn.zero_()
         state.used.fill_(self.rows)
         state.step.zero_()
 
@@ -182,14 +195,31 @@ class Desk:
         """Feed every row's token, record it, and set the next one."""
         state = self._state
         logits = self.model.scores(state.token, state.position)
-        ended = self._script.ends_answer[state.token] & (state.position >= state.answer) | (
-            state.position + 1 == self.settings.length
-        )
-        entry = torch.stack((state.token, torch.where(ended, state.answer, 0))).to(torch.int32)
+        closed = self._script.ends_answer[state.token] & (state.position >= state.speaks)
+        asks = self._asks_again(state, closed)
+        ended = closed & ~asks | (state.position + 1 == self.settings.length)
+        given = (state.position >= state.answer) & (state.position < state.speaks)
+        marks = torch.where(ended, state.answer, torch.where(given, LATER, 0))
+        entry = torch.stack((state.token, marks, state.opening)).to(torch.int32)
         self._log.index_copy_(1, state.step, entry[:, None])
+        self._ask(state, asks)
         self._go_on(state, self._choose(state, logits))
         self._begin_anew(state, ended)
         state.step.add_(1).remainder_(self.settings.steps)
+
+    def _asks_again(self, state: _State, closed: Tensor) -> Tensor:
+        """True where a later question follows an answer that has just closed; it needs room for its own answer."""
+        upcoming = self._script.upcoming(state)
+        needed = state.position + 1 + self._script.turn_lengths[upcoming.clamp(min=0)] + ROOM_AFTER_TURN
+        return closed & (upcoming >= 0) & (state.token == self._script.turn_end) & (needed <= self.settings.length)
+
+    def _ask(self, state: _State, asks: Tensor) -> None:
+        """Begin a later question where `asks`."""
+        turn = torch.where(asks, self._script.upcoming(state), state.turn)
+        begin = state.position + 1 + self._script.turn_lengths[turn]
+        state.turn.copy_(turn)
+        state.speaks.copy_(torch.where(asks, begin, state.speaks))
+        state.asked.add_(asks)
 
     def _choose(self, state: _State, logits: Tensor) -> Tensor:
         """Sample a token per row with the Gumbel trick, without sorting: argmax(logit − T·log E), E exponential; T =
@@ -217,8 +247,11 @@ class Desk:
         position, script, asked = state.position + 1, self._script, self._asked(state)
         closes = (asked < UNKNOWN_START) & ((asked >= script.most[state.opening]) | script.closes_question[chosen])
         state.answer.copy_(torch.where(closes, position + script.bridge.numel(), state.answer))
+        state.speaks.copy_(torch.where(closes, state.answer, state.speaks))
         crossing = (position < state.answer) & (state.answer < UNKNOWN_START)
         token = torch.where(crossing, script.bridge_token(state.answer, position), chosen)
+        later = (position >= state.answer) & (position < state.speaks)
+        token = torch.where(later, script.turn_token(state, position), token)
         opening = position < script.lengths[state.opening]
         state.token.copy_(torch.where(opening, script.opening_token(state.opening, position), token))
         state.position.copy_(position)
@@ -229,6 +262,8 @@ class Desk:
         state.opening.copy_(torch.where(ended, turn % self._script.count, state.opening))
         state.token.copy_(torch.where(ended, self._script.openings[state.opening, 0], state.token))
         state.answer.copy_(torch.where(ended, self._script.answers[state.opening], state.answer))
+        state.speaks.copy_(torch.where(ended, state.answer, state.speaks))
+        state.asked.masked_fill_(ended, 0)
         state.position.masked_fill_(ended, 0)
         state.used.add_(ended.sum())
 
@@ -257,6 +292,9 @@ class _State:
     position: Tensor  # [rows] the index of its token
     opening: Tensor  # [rows] which of the script's
     answer: Tensor  # [rows] where the answer begins, UNKNOWN_START before the question has ended
+    speaks: Tensor  # [rows] where the answer to the latest question begins
+    asked: Tensor  # [rows] how many later questions were asked
+    turn: Tensor  # [rows] which of the script's the latest of them is
     used: Tensor  # [1] openings given out so far
     step: Tensor  # [1] row of the log
 
@@ -278,8 +316,28 @@ class _DeviceScript:
         self.closes_question = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(
             0, self.closing, True
         )
+        self._tabulate_turns(script, device)
         ends = torch.tensor(script.answer_ends, dtype=torch.int64, device=device)
         self.ends_answer = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, ends, True)
+
+    def _tabulate_turns(self, script: Script, device: torch.device) -> None:
+        turns = script.turns or ((0,),)  # a question that nobody asks, so that no table is empty
+        longest = max(map(len, turns))
+        self.turns = torch.tensor([[*turn, *[0] * (longest - len(turn))] for turn in turns], device=device)
+        self.turn_lengths = torch.tensor([len(turn) for turn in turns], device=device)
+        self.turn_end = -1 if script.turn_end is None else script.turn_end
+        later = script.later or ((),) * len(script.openings)
+        most = max(map(len, later)) + 1  # a place for the end of the list
+        self.later = torch.tensor([[*turns, *[-1] * (most - len(turns))] for turns in later], device=device)
+
+    def upcoming(self, state: _State) -> Tensor:
+        """Return the number of each row's next later question, -1 behind the last one."""
+        return self.later[state.opening, state.asked]
+
+    def turn_token(self, state: _State, position: Tensor) -> Tensor:
+        """Return the token at a position of each row's latest later question; undefined elsewhere."""
+        at = position - state.speaks + self.turn_lengths[state.turn]
+        return self.turns[state.turn, at.clamp(0, self.turns.shape[1] - 1)]
 
     def opening_token(self, opening: Tensor, position: Tensor) -> Tensor:
         """Return an opening's token at a position; undefined after its end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,9 @@ llama-server -m TARGET.gguf --model-draft {folder}/{name}.gguf
 `speculators_config`. {head} SpecBranch reads this folder as a draft for any model with the same
 vocabulary: `specbranch generate --target TARGET --draft {folder}`.""",
 }
+USE_OF_FEATURES = """It has the layout of speculators (eagle3): a row reads a token and the hidden states of the target
+after {taps} layers. It holds no embedding. Engines that run EAGLE-3 heads load it beside its target;
+SpecBranch does so with `specbranch generate --target TARGET --draft {folder}`."""
 REDUCED = """Row i of `lm_head` is token i + d2t[i] of the target; `t2d` marks the tokens that have a
 row. Engines that want a plain draft to score the whole vocabulary do not load such a head: vLLM and
 transformers know reduced heads of feature drafts (EAGLE-3 and others) alone."""
@@ -86,11 +89,14 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def card(origin: Origin, form: ExportFormat, name: str, made: Mapping[str, Any]) -> str:
-    """Return README.md; `made`: what is to be said of the export itself."""
+def card(origin: Origin, form: ExportFormat, name: str, made: Mapping[str, Any], taps: Sequence[int] = ()) -> str:
+    """Return README.md; `made`: what is to be said of the export itself; `taps`: those of a feature draft."""
     info = origin.info
     head = "its head scores all tokens" if info.head_tokens is None else f"its head scores {info.head_tokens} tokens"
     use = USE[form].format(folder=name, name=name, head="" if info.head_tokens is None else REDUCED)
+    if taps:
+        use = USE_OF_FEATURES.format(folder=name, taps=", ".join(map(str, taps)))
+    shared = "The head is" if taps else "Embedding and head are"
     history = {key: value for key, value in origin.provenance.items() if key not in ("figures", "evaluation")}
     return f"""---
 license: {origin.licence or "other"}
@@ -103,7 +109,7 @@ tags:
 # {name}
 
 A draft for speculative decoding of {info.target}, trained to give the target's own distribution on
-text the target wrote: {len(info.layers)} layers, {head}. Embedding and head are the target's.
+text the target wrote: {len(info.layers)} layers, {head}. {shared} the target's.
 
 {use}
 

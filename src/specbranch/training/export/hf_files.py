@@ -60,7 +60,7 @@ def write_model(draft: WholeDraft, tokenizer: Path, into: Path, extra: dict[str,
     ends = {"bos_token_id": arch.bos_id, "eos_token_id": list(arch.eos_ids)}
     _write_json(into / "config.json", config)
     _write_json(into / "generation_config.json", {name: value for name, value in ends.items() if value is not None})
-    stored = as_safetensors({**draft.tensors, **_vocabulary_maps(draft)}, {"format": "pt"})
+    stored = as_safetensors({**draft.tensors, **vocabulary_maps(draft)}, {"format": "pt"})
     (into / "model.safetensors").write_bytes(stored)
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
@@ -84,7 +84,7 @@ def speculators_entries(draft: WholeDraft, target: str, target_family: str) -> d
     }
 
 
-def _vocabulary_maps(draft: WholeDraft) -> dict[str, Tensor]:
+def vocabulary_maps(draft: WholeDraft) -> dict[str, Tensor]:
     """Return d2t and t2d of a reduced head."""
     if (ids := draft.head_ids) is None:
         return {}

@@ -7,7 +7,7 @@ impossible requests are refused before the target is loaded. A refused run leave
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +23,17 @@ from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.loading import open_model
 from specbranch.progress import Onlooker
 from specbranch.provenance import trained_with
+from specbranch.training.distill.courses import DraftKind
 from specbranch.training.distill.draft_saving import DraftWeights, refuse_other_draft, save_draft
+from specbranch.training.distill.features import (
+    FeatureStack,
+    FeatureWeights,
+    check_feature_target,
+    check_taps,
+    default_taps,
+)
 from specbranch.training.distill.material import Material, joined, material_files, material_in
-from specbranch.training.distill.model import TrainedLayer, check_layers, check_trainable, spread_layers
+from specbranch.training.distill.model import Stack, TrainedLayer, check_layers, check_trainable, spread_layers
 from specbranch.training.distill.run_folder import RunFolder
 from specbranch.training.distill.train import Trained, train
 from specbranch.training.distill.train_settings import TrainSettings
@@ -36,6 +44,9 @@ from specbranch.training.making.writing import Fetch, WritingJob
 log = logging.getLogger("specbranch")
 
 DRAFT_SECONDS, DRAFT_ROWS = 120.0, 1024  # defaults of the writing
+LONG_TEXTS = 2048  # tokens of a conversation and of a training row on a GPU: long enough to learn to copy
+STEP_TOKENS = 1 << 16  # of a training step on a GPU
+UNROLLED_ROWS = 8  # rows in a row that a feature draft is trained for: beyond them it falls off
 HeadSize = Literal["full", "reduced"]
 SEEDS = 2**53  # beyond it, the seeds of the slices would have no room
 HELD_OUT, HELD_OUT_LEAST = (
@@ -49,8 +60,13 @@ HELD_OUT_MOST = 0.25  # … this share
 class DraftJob(WritingJob):
     """The request; None stands for the device's default."""
 
-    layers: int
-    start: tuple[int, ...] | None = None  # of the target's layers; None: at equal distances
+    kind: DraftKind = "plain"
+    layers: int | None = None  # None: one, of a feature draft
+    start: tuple[int, ...] | None = (
+        None  # of the target's layers; None: at equal distances, of a feature draft the last
+    )
+    taps: tuple[int, ...] | None = None  # of a feature draft; None: `default_taps`
+    unroll: int | None = None  # of a feature draft: rows in a row that it is trained for; None: UNROLLED_ROWS
     head: HeadSize | None = None  # None: reduced if `head_tokens` is given
     head_tokens: int | None = None
     storage: Storage = "bfloat16"
@@ -59,7 +75,7 @@ class DraftJob(WritingJob):
     steps: int | None = None
     learning_rate: float = 6e-4
     rows: int | None = None
-    length: int = 1024
+    length: int | None = None
     checkpoint_seconds: float = 60.0
     resume: bool = False
     seed: int = 0
@@ -75,38 +91,59 @@ class DraftJob(WritingJob):
                 f"--head is {self.head} and there is {given}; expected --head-tokens K with --head reduced, "
                 "and none with --head full."
             )
+        if self.kind == "plain" and (self.taps is not None or self.unroll is not None):
+            given = "--unroll" if self.taps is None else "--taps"
+            raise BadParameter(f"{given} was given for a plain draft, which reads tokens alone; add --kind features.")
+        if self.kind == "plain" and self.layers is None and not self.only_write:
+            raise BadParameter("--layers is missing: how many layers shall the draft have? 4 is a good start.")
         if abs(self.seed) > SEEDS:
             raise BadParameter(f"--seed is {self.seed}; expected {-SEEDS} to {SEEDS}.")
 
     def training(self, arch: Architecture) -> TrainSettings:
         """Return how the draft is trained."""
-        usual_rows = 8 if self.device_name == "cpu" else 64
         if self.head_tokens is not None and not 1 <= self.head_tokens < arch.vocabulary:
             raise BadParameter(
                 f"--head-tokens is {self.head_tokens}; expected 1 to {arch.vocabulary - 1}, or leave it out for all "
                 f"{arch.vocabulary}."
             )
+        on_cpu = self.device_name == "cpu"
+        usual_length = 1024 if on_cpu else LONG_TEXTS
+        length = min(usual_length if self.length is None else self.length, arch.context_length)
+        usual_rows = 8 if on_cpu else max(STEP_TOKENS // max(length, 1), 1)
+        layers = self._start_layers(arch.layers)
+        taps = self._taps(arch, layers, length) if self.kind == "features" else ()
         return TrainSettings(
-            layers=self._start_layers(arch.layers),
+            layers=layers,
+            taps=taps,
+            depths=(UNROLLED_ROWS if self.unroll is None else self.unroll) if taps else 1,
             steps=self.steps,
             seconds=300.0 if self.steps is None and self.seconds_training is None else self.seconds_training,
             learning_rate=self.learning_rate,
             rows=usual_rows if self.rows is None else self.rows,
-            length=min(self.length, arch.context_length),
+            length=length,
             seed=self.seed,
             head_tokens=self.head_tokens,
             checkpoint_seconds=self.checkpoint_seconds,
         )
 
     def _start_layers(self, held: int) -> tuple[int, ...]:
+        count = 1 if self.layers is None else self.layers
         if self.start is None:
-            return spread_layers(self.layers, held)
-        if len(self.start) != self.layers:
+            spread = spread_layers(count, held)
+            return tuple(range(held - count, held)) if self.kind == "features" else spread
+        if len(self.start) != count:
             raise BadParameter(
-                f"--start names {len(self.start)} layers and --layers says {self.layers}; expected the same number."
+                f"--start names {len(self.start)} layers and --layers says {count}; expected the same number."
             )
         check_layers(self.start, held)
         return self.start
+
+    def _taps(self, arch: Architecture, layers: Sequence[int], length: int) -> tuple[int, ...]:
+        """Return after how many layers a feature draft reads the target's states."""
+        check_feature_target(arch, layers, length)
+        taps = default_taps(arch.layers, len(layers)) if self.taps is None else self.taps
+        check_taps(taps, arch.layers)
+        return taps
 
 
 def make_draft(job: DraftJob, fetch: Fetch, watch: Onlooker) -> dict[str, Any]:
@@ -146,7 +183,7 @@ def _plan(job: DraftJob, fetch: Fetch) -> _Plan:
         )
     arch, file = open_model(locate(source))
     check_trainable(arch)
-    writing, training = job.writing(DRAFT_SECONDS, DRAFT_ROWS, job.seed), job.training(arch)
+    writing, training = job.writing(DRAFT_SECONDS, DRAFT_ROWS, job.seed, LONG_TEXTS), job.training(arch)
     fingerprint = fingerprint_of(arch, file)
     if job.out.is_dir():
         refuse_other_draft(job.out, fingerprint)
@@ -197,23 +234,31 @@ def _trained(plan: _Plan, target: WritingTarget, material: Material, watch: Onlo
 def _saved(plan: _Plan, done: Trained, material: Material) -> dict[str, Any]:
     """Write the draft; return its figures."""
     out, training = plan.job.out, plan.training
-    layers = [block.weights() for block in done.student.blocks if isinstance(block, TrainedLayer)]
-    weights = DraftWeights(layers, done.student.norm, done.student.head_ids)
     info = DraftInfo(
         plan.folder.target, plan.folder.fingerprint, training.layers, training.head_tokens, plan.job.storage
     )
-    figures = {name: round(value, 4) for name, value in done.figures.items()}
+    figures = {name: round(value, 4) if isinstance(value, float) else value for name, value in done.figures.items()}
     provenance = _provenance(plan, done, material)
     about: dict[str, Any] = {"figures": figures, "provenance": provenance, "evaluation": done.evaluation}
-    save_draft(out, plan.arch, weights, info, licence=plan.licence, **about)
+    save_draft(out, plan.arch, _own_weights(done.student), info, taps=training.taps, licence=plan.licence, **about)
     size = (out / "model.safetensors").stat().st_size
-    made = {"out": str(out), "layers": list(info.layers), "head_tokens": info.head_tokens, "bytes": size}
-    return {**made, **figures, **provenance}
+    made = {"out": str(out), "kind": plan.job.kind, "layers": list(info.layers), "head_tokens": info.head_tokens}
+    return {**made, "taps": list(training.taps), "bytes": size, **figures, **provenance}
+
+
+def _own_weights(student: Stack | FeatureStack) -> DraftWeights | FeatureWeights:
+    """Return what is stored of a draft."""
+    if isinstance(student, FeatureStack):
+        return student.weights()
+    layers = [block.weights() for block in student.blocks if isinstance(block, TrainedLayer)]
+    return DraftWeights(layers, student.norm, student.head_ids)
 
 
 def _provenance(plan: _Plan, done: Trained, material: Material) -> Mapping[str, Any]:
+    unrolled = {"unrolled": plan.training.depths, "fade": plan.training.fade} if plan.training.taps else {}
     return {
         "target": plan.folder.target,
+        **unrolled,
         "seed": plan.training.seed,
         **material.counts(),
         "steps": done.steps,

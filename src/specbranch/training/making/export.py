@@ -28,6 +28,13 @@ from specbranch.pairs import draft_path
 from specbranch.progress import Onlooker
 from specbranch.provenance import build
 from specbranch.training.export.card import ExportFormat, Origin, card, licence_in, read_provenance
+from specbranch.training.export.feature_head import (
+    check_for_speculators,
+    feature_head,
+    reads_features,
+    taps_of,
+    write_head,
+)
 from specbranch.training.export.gguf_vocabulary import check_length, copied_vocabulary, made_vocabulary
 from specbranch.training.export.gguf_writer import check_for_llamacpp, write_gguf
 from specbranch.training.export.hf_files import check_for_transformers, speculators_entries, write_model
@@ -61,12 +68,13 @@ def export_draft(job: ExportJob, fetch: Fetch, watch: Onlooker) -> dict[str, Any
     found = open_for_target(folder, target)
     _check_form(job, found)
     origin = Origin(found.draft.info, licence_in(folder), read_evaluation(str(folder)), read_provenance(folder))
-    whole = whole_draft(found, watch)
+    whole = feature_head(found) if reads_features(found) else whole_draft(found, watch)
     precision = least_precision(whole) if job.dtype is None else getattr(torch, job.dtype)
     made = _made(job, whole, precision)
     with spoken(job.folder, "Name another folder with --out."), making_folder(job.folder) as into:
         _write(job, found, whole.stored_as(precision), target, into, watch)
-        (into / "README.md").write_text(card(origin, job.form, job.folder.name, made), encoding="utf-8")
+        taps = taps_of(found) if reads_features(found) else ()
+        (into / "README.md").write_text(card(origin, job.form, job.folder.name, made, taps), encoding="utf-8")
         history = {**origin.provenance, "export": made}
         (into / "provenance.json").write_text(json.dumps(history, indent=2, ensure_ascii=False) + "\n", "utf-8")
         size = sum(file.stat().st_size for file in into.iterdir())
@@ -93,6 +101,9 @@ def _checked_folder(job: ExportJob) -> Path:
 
 def _check_form(job: ExportJob, found: DraftOfTarget) -> None:
     """Refuse a draft that the form cannot hold."""
+    if reads_features(found):
+        check_for_speculators(found, job.form)
+        return
     if job.form != "speculators" and found.draft.info.head_tokens is not None:
         raise BadParameter(
             f"{job.draft} has a head of {found.draft.info.head_tokens:,} tokens, and --format {job.form} wants a draft "
@@ -121,6 +132,9 @@ def _made(job: ExportJob, whole: WholeDraft, precision: torch.dtype) -> dict[str
 def _write(job: ExportJob, found: DraftOfTarget, whole: WholeDraft, target: str, into: Path, watch: Onlooker) -> None:
     """Write the model's files."""
     watch("Writing", 0, None)
+    if reads_features(found):
+        write_head(whole, found, into)
+        return
     choice = ModelChoice(target)
     if job.form == "gguf":
         vocabulary = _vocabulary(found, choice)

@@ -36,15 +36,15 @@ from specbranch.models.loading import open_model
 from specbranch.progress import Onlooker
 from specbranch.provenance import trained_with
 from specbranch.training.distill.agreement import AnsweredPrompt
-from specbranch.training.distill.material import Material, material_files, material_in
-from specbranch.training.distill.openings import GIVEN, KIND_NAMES, Script
+from specbranch.training.distill.material import GIVEN, Material, material_files, material_in
+from specbranch.training.distill.openings import KIND_NAMES, Script
 from specbranch.training.distill.writer import load_target, write
 from specbranch.training.distill.writer_settings import WriterSettings, question_room
 from specbranch.training.hrad import report
 from specbranch.training.hrad.collect import Collector
 from specbranch.training.hrad.rounds import LabelledRounds
 from specbranch.training.hrad.train import DealtRounds, FitSettings, Fitted, dealt, fit
-from specbranch.training.making.writing import Fetch, WritingJob
+from specbranch.training.making.writing import SHORT_TEXTS, Fetch, WritingJob
 
 PREDICTOR_SECONDS, WRITING_ROWS = 30.0, 512  # defaults of the writing
 PREDICTOR_ROWS = 512  # tokens read in one forward
@@ -148,7 +148,7 @@ def written_texts(job: PredictorJob, material: Material) -> list[AnsweredPrompt]
 def _kinds(job: PredictorJob, material: Material) -> Callable[[Sequence[int]], int]:
     """Return a function that gives the number of a text's kind."""
     source = fetched(ModelChoice(job.target))
-    length = int(material.about.get("settings", {}).get("length", job.writing_length))
+    length = int(material.about.get("settings", {}).get("length", job.writing_length or SHORT_TEXTS))
     arch, _ = open_model(locate(source))
     settings = WriterSettings(tokens=1, length=length, question_tokens=question_room(length))
     script = Script.of(load_tokenizer(ModelChoice(source)), arch, settings)

@@ -18,7 +18,7 @@ import torch
 
 from specbranch.assembly import ModelChoice, load_tokenizer
 from specbranch.errors import BadParameter
-from specbranch.models.drafts.draft_name import draft_config
+from specbranch.models.drafts.draft_name import draft_config, feature_layout
 from specbranch.models.drafts.load import DraftOfTarget, open_for_target
 from specbranch.models.files.disk import write_durably
 from specbranch.models.files.identity import model_identity
@@ -132,6 +132,11 @@ def learn_from_served(job: ServedJob, fetch: Fetch, watch: Onlooker) -> dict[str
 def _plan(job: ServedJob, fetch: Fetch) -> _Plan:
     """Check the request and return the plan."""
     draft = _draft_folder(job)
+    if feature_layout(draft) is not None:
+        raise BadParameter(
+            f"{draft} reads its target's features; expected a plain draft: only these learn on from served texts. "
+            "Train a new one, with --data FILE for prompts of yours."
+        )
     source = target_of(str(draft), job.target or None, fetch)
     found = open_for_target(draft, source)
     if job.material is not None and not material_files(job.material):

@@ -11,6 +11,7 @@ from specbranch.training.distill.writer_settings import WriterSettings, question
 
 Fetch = Callable[[str], str]  # from a model's name to the path or id to load it from
 CPU_ROWS = 16
+SHORT_TEXTS = 640  # tokens of a conversation where nothing else is said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,22 +26,23 @@ class WritingJob:
     prompts: tuple[str, ...] = ()
     material: Path | None = None  # what was written before; then nothing is written
     writing_rows: int | None = None
-    writing_length: int = 640
+    writing_length: int | None = None
 
     @property
     def device_name(self) -> str:
         """The device it runs on."""
         return chosen_device(self.device)
 
-    def writing(self, seconds: float, rows: int, seed: int) -> WriterSettings:
-        """Return how the target writes, with default seconds and, on a GPU, default rows."""
-        usual_rows = CPU_ROWS if self.device_name == "cpu" else rows
+    def writing(self, seconds: float, rows: int, seed: int, length: int = SHORT_TEXTS) -> WriterSettings:
+        """Return how the target writes, with default seconds and, on a GPU, default rows and length."""
+        usual_rows, usual = (CPU_ROWS, SHORT_TEXTS) if self.device_name == "cpu" else (rows, length)
+        length = usual if self.writing_length is None else self.writing_length
         return WriterSettings(
             seconds=seconds if self.seconds_writing is None and self.tokens is None else self.seconds_writing,
             tokens=self.tokens,
             rows=usual_rows if self.writing_rows is None else self.writing_rows,
-            length=self.writing_length,
-            question_tokens=question_room(self.writing_length),
+            length=length,
+            question_tokens=question_room(length),
             prompts=self.prompts,
             seed=seed,
         )
