@@ -254,7 +254,7 @@ class KernelStep(GpuStep):
         Of rows of prompts the last layer computes keys and values only.
         """
         decoder, seen, rows, total = self.decoder, list[Tensor](), len(step.shared), len(step.tokens)
-        untapped, last = len(decoder.layers) - tapped + 1, len(decoder.layers) - 1
+        untapped, layers = len(decoder.layers) - tapped + 1, len(decoder.layers)
         taps = self.features.fuse.taps if self.features is not None else ()
         stream = dict[int, Tensor]()
         self._embed(step, total)
@@ -263,13 +263,13 @@ class KernelStep(GpuStep):
                 seen.append(self._stream[:rows].clone())
             if index in taps:
                 stream[index] = self._stream[:total].clone()
-            count = total if index < last or last + 1 in taps else rows
+            count = total if index + 1 < layers or layers in taps else rows
             attended = self._attend(index, products["qkv"], step, total, count)
             self._add("out", products["out"], attended, layer.mlp_norm, step, count)
             self._gate(products["gate_up"], step, count)
             self._add("down", products["down"], self._gated, self._next_norms[index][-1], step, count)
         if self.features is not None:
-            stream[last + 1] = self._stream[:total]
+            stream[layers] = self._stream[:total]
             self.features.write(step.slots.long(), [stream[tap] for tap in taps])
         logits = self._score(rows)
         if not tapped:
