@@ -122,8 +122,7 @@ def distill(as_json: bool, start: str | None, taps: str | None, data: Path | Non
     from specbranch.training.making.draft import DraftJob, make_draft
 
     prompts = () if data is None else tuple(read_prompts(None, data))
-    numbers = {"start": _layers("--start", start), "taps": _layers("--taps", taps)}
-    job = DraftJob(prompts=prompts, **numbers, **given)
+    job = DraftJob(start=_layers("--start", start), taps=_layers("--taps", taps), prompts=prompts, **given)
     with counted() as bars:
         record = make_draft(job, pulled, bars)
     if as_json:
