@@ -150,8 +150,8 @@ def distill(
         learn(served, resume, as_json, {**given, "prompts": prompts})
         return
     _check_new(given, resume)
-    numbers = {"start": _layers("--start", start), "taps": _layers("--taps", taps)}
-    job = DraftJob(prompts=prompts, resume=resume is not None, **numbers, **given)
+    starts, read = _layers("--start", start), _layers("--taps", taps)
+    job = DraftJob(start=starts, taps=read, prompts=prompts, resume=resume is not None, **given)
     with counted() as bars:
         record = make_draft(job, pulled, bars)
     if as_json:

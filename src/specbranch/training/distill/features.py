@@ -142,6 +142,7 @@ class FeatureStack(nn.Module):
         `batch` is `rooted`; `taps`: the target's states [batch, length, TAPS · hidden].
         """
         kernel = kernel_of(batch, self.embedding.dtype, self.arch.head_dim)
+        assert isinstance(self.fc, Tensor)
         state = linear(ahead(taps, -1), self.fc.to(taps.dtype))
         texts = [_Text() for _ in self.blocks]
         found = []
@@ -222,7 +223,7 @@ def deep_rows(student: FeatureStack, batch: Batch, roots: Batch, heard: Tensor, 
     `batch` is on the CPU, `roots` the same on the device with rooted segments; `heard`: the target's normed state,
     then its taps [batch, length, (1 + TAPS) · hidden].
     """
-    truth, taps = heard.split((student.arch.hidden, TAPS * student.arch.hidden), dim=-1)
+    truth, taps = torch.split(heard, [student.arch.hidden, TAPS * student.arch.hidden], dim=-1)
     return counted(truth, student(roots, taps, depths), depth_weights(batch, depths, fade))
 
 

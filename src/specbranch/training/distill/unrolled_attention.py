@@ -76,7 +76,8 @@ class _Unrolled(torch.autograd.Function):
 
 def _score(q: Tensor, key: Tensor) -> Tensor:
     """Return the score of each query with its own key [batch, length, heads], in float32 or better."""
-    return (q * key).to(_wide_type(q.dtype)).sum(-1) * q.shape[-1] ** -0.5
+    products = (q * key).to(_wide_type(q.dtype))
+    return products.sum(-1).mul(q.shape[-1] ** -0.5)
 
 
 def _wide_type(dtype: torch.dtype) -> torch.dtype:

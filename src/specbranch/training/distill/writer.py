@@ -174,9 +174,11 @@ class Desk:
         return self._state.answer.to("cpu", torch.int32)
 
     def _first_state(self) -> _State:
-        per_row = torch.zeros(7, self.rows, dtype=torch.int64, device=self.device)
+        token, position, opening, answer, speaks, asked, turn = torch.zeros(
+            7, self.rows, dtype=torch.int64, device=self.device
+        )
         used, step = torch.zeros(2, 1, dtype=torch.int64, device=self.device)
-        state = _State(*per_row, used, step)
+        state = _State(token, position, opening, answer, speaks, asked, turn, used, step)
         self._restart(state)
         return state
 
