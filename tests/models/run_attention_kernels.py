@@ -145,7 +145,11 @@ def compile_one(kernel: Any, sizes: dict[str, Any], sinks: bool, options: dict[s
     from triton.compiler import ASTSource, compile
 
     names = kernel.arg_names
-    whole = dict.fromkeys(("page_stride", "rows", "room"), "i32") | {"scale": "fp32", "tops": "*fp32", "totals": "*fp32"}
+    whole = dict.fromkeys(("page_stride", "rows", "room"), "i32") | {
+        "scale": "fp32",
+        "tops": "*fp32",
+        "totals": "*fp32",
+    }
     tables = ("shared", "own_count", "groups", "tables", "own", "counts", "tiles", "positions")
     whole |= dict.fromkeys(tables, "*i32")
     sizes = sizes if sinks else {**sizes, "sinks": None}

@@ -16,7 +16,7 @@ from run_product_kernels import NO_NORM, linear_of
 from specbranch.models.cpu.linear import PlainLinear
 from specbranch.models.files.matrix import INT4_GROUPS, ROUNDED_KINDS, Matrix
 from specbranch.models.forward.stored_linear import StoredLinear
-from specbranch.models.gpu.kernel_step import BITS, BY_STEP, Stored, _known, product_of
+from specbranch.models.gpu.products import BITS, BY_STEP, Stored, product_of, takes_matrix
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None or "SPECBRANCH_TRITON_TESTS" not in os.environ,
@@ -67,11 +67,11 @@ def test_a_loop_step_of_a_grouped_form_is_a_group(stored: Stored, ins: int) -> N
 def test_the_kernels_take_zeros_of_int4_alone_no_order_and_no_other_groups() -> None:
     for kind in ROUNDED_KINDS:
         small = Matrix(numbers(64, 384)).stored_as(kind)
-        assert _known(StoredLinear(small))
+        assert takes_matrix(StoredLinear(small))
         zero = torch.ones(64, 384 // small.group, dtype=torch.int8)
-        assert _known(StoredLinear(replace(small, zero=zero))) == kind.startswith("int4")
-        assert not _known(StoredLinear(replace(small, order=torch.arange(384))))
+        assert takes_matrix(StoredLinear(replace(small, zero=zero))) == kind.startswith("int4")
+        assert not takes_matrix(StoredLinear(replace(small, order=torch.arange(384))))
     grouped = Matrix(torch.ones(64, 384, dtype=torch.int8), None, torch.ones(64, 12))
-    assert grouped.stored == "int8-32" and not _known(StoredLinear(grouped))
+    assert grouped.stored == "int8-32" and not takes_matrix(StoredLinear(grouped))
     odd = Matrix(numbers(64, 384)).stored_as("fp8-block").in_groups(16)
-    assert not _known(StoredLinear(odd)) and _known(PlainLinear(numbers(4, 64), None))
+    assert not takes_matrix(StoredLinear(odd)) and takes_matrix(PlainLinear(numbers(4, 64), None))

@@ -88,7 +88,7 @@ def choose_attend(
     forms: Iterable[Attention] = (PLAIN_ATTENTION,),
 ) -> Attend:
     """Return the kernels if they work for this shape and all of these forms, else plain torch."""
-    works = all([triton_works(device, dtype, heads, kv_heads, head_dim, form) for form in forms])
+    works = all(triton_works(device, dtype, heads, kv_heads, head_dim, form) for form in forms)
     return attend_by_kernels if works else attend_plainly
 
 
@@ -183,8 +183,8 @@ def attend_by_kernels(
         kernels.attend_chunks[(len(step.tiles), kv_heads, split_chunks)](
             queries, keys, values, sums, tops, totals, out, step.tiles, step.tables, step.counts, scale, keys.stride(0),
             rows, partial, sinks, **shape, **tiling, **form, TILE_ROWS=tile_rows, TOTAL=total,
-            WHOLE=WHOLE_CHUNK_BLOCKS, SPLITS=split_chunks, num_warps=CHUNK_WARPS if tile_rows * padded > CHUNK_ROWS else WARPS,
-            num_stages=CHUNK_STAGES, **how,
+            WHOLE=WHOLE_CHUNK_BLOCKS, SPLITS=split_chunks,
+            num_warps=CHUNK_WARPS if tile_rows * padded > CHUNK_ROWS else WARPS, num_stages=CHUNK_STAGES, **how,
         )  # fmt: skip
     joined_heads = share if batch and rows > JOINED_ROWS and split_chunks == 1 else 1
     kernels.join[(results_of, heads // joined_heads)](
@@ -296,7 +296,8 @@ def _largest_error(
     k, v = torch.randn(2, 3, kv_heads, PAGE, head_dim, generator=random).to(device, dtype)
     sinks = torch.randn(heads, generator=random).to(device, dtype) if attention.sinks else None
     found, expected = (
-        attend(q, k, v, step, None, False, attention, sinks)[:3].float() for attend in (attend_by_kernels, attend_plainly)
+        attend(q, k, v, step, None, False, attention, sinks)[:3].float()
+        for attend in (attend_by_kernels, attend_plainly)
     )
     return float((found - expected).abs().max())
 

@@ -318,8 +318,8 @@ def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, gr
                 _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
         if whole == 0:
             _leave_blocks(
-                queries, keys, values, sums, tops, totals, table, left, end, most, before + split, SPLITS, at, live, head,
-                scale, page_stride, slots, ones, DIM, WIDTH, PAGE, BLOCK, WINDOW, SOFTCAP,
+                queries, keys, values, sums, tops, totals, table, left, end, most, before + split, SPLITS, at, live,
+                head, scale, page_stride, slots, ones, DIM, WIDTH, PAGE, BLOCK, WINDOW, SOFTCAP,
             )  # fmt: skip
 
 
@@ -424,8 +424,8 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
                 _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
         if whole == 0:
             _leave_blocks(
-                queries, keys, values, sums, tops, totals, table, left, end, most, before + split, SPLITS, at, live, head,
-                scale, page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK, WINDOW, SOFTCAP,
+                queries, keys, values, sums, tops, totals, table, left, end, most, before + split, SPLITS, at, live,
+                head, scale, page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK, WINDOW, SOFTCAP,
             )  # fmt: skip
 
 
