@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +12,8 @@ from specbranch.models.cpu.linear import PlainLinear
 from specbranch.models.files.matrix import INT4_GROUPS, ROUNDED_KINDS, Matrix
 from specbranch.models.forward.stored_linear import StoredLinear
 from specbranch.models.gpu.products import BITS, BY_STEP, Stored, product_of, takes_matrix
+from triton_programs import needs_triton, run_program
 
-needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None or "SPECBRANCH_TRITON_TESTS" not in os.environ,
-    reason="they need Triton, a minute or two, and SPECBRANCH_TRITON_TESTS=1",
-)
 SMALL: list[Stored] = [kind for kind in BITS if kind != "plain"]
 
 
@@ -38,11 +30,7 @@ def test_a_stored_product_compiles_for_a_gpu(stored: Stored) -> None:
 
 
 def run_kernels(*arguments: str) -> str:
-    """Run Triton in a process of its own: its interpreter replaces its functions."""
-    child = Path(__file__).with_name("run_product_kernels.py")
-    done = subprocess.run([sys.executable, str(child), *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_program("run_product_kernels.py", *arguments)
 
 
 def numbers(outs: int, ins: int) -> torch.Tensor:

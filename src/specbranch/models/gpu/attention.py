@@ -258,7 +258,13 @@ def triton_works(
     attention: Attention = PLAIN_ATTENTION,
 ) -> bool:
     """True if the kernels agree with plain torch, tested once for each shape; warns if a GPU cannot use them."""
-    return _works(device, dtype, heads, kv_heads, head_dim, replace(attention, table=0))
+    known = attention == computed_by_kernels(attention)
+    return known and _works(device, dtype, heads, kv_heads, head_dim, replace(attention, table=0))
+
+
+def computed_by_kernels(attention: Attention) -> Attention:
+    """Return what the kernels compute of an attention: another one if it has further fields."""
+    return Attention(attention.window, attention.table, attention.scale, attention.softcap, attention.sinks)
 
 
 @cache

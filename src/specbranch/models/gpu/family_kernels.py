@@ -71,8 +71,8 @@ def settle(changes, ids, stream, scaled, after, norm, squares, eps, H,
     else:
         for place in range(ACTIVE):
             pair = row * ACTIVE + place
-            live = tl.load(ids + pair) >= 0
-            change += tl.load(changes + pair.to(tl.int64) * H + c, mask=there & live, other=0.0)
+            live = there & (c * 0 <= tl.load(ids + pair))
+            change += tl.load(changes + pair.to(tl.int64) * H + c, mask=live, other=0.0)
     if after is not None:
         root = tl.rsqrt(tl.sum(change * change, 0) / H + eps)
         change = change * root * tl.load(after + c, mask=there, other=0.0).to(tl.float32)

@@ -18,10 +18,20 @@ from torch import Tensor
 from specbranch.core.pages import PAGE
 from specbranch.models.cache.kv_memory import Memory
 from specbranch.models.cpu.linear import Linear
-from specbranch.models.families.operations import Activation, Attention, Experts, Residual, attention_of, experts_of
+from specbranch.models.families.operations import (
+    Activation,
+    Attention,
+    Experts,
+    GatedMlp,
+    LayerForm,
+    Residual,
+    attention_of,
+    experts_of,
+    layer_form,
+)
 from specbranch.models.forward.arithmetic import normed
 from specbranch.models.forward.decoder import Decoder, Layer
-from specbranch.models.gpu.attention import begins_early, launch, triton_works
+from specbranch.models.gpu.attention import begins_early, computed_by_kernels, launch, triton_works
 from specbranch.models.gpu.layout import MOST_STEP_ROWS, MOST_TOTAL_ROWS, Views, power_of_two
 from specbranch.models.gpu.mixture_step import ACTIVATIONS, Mixture, expert_products, takes_experts
 from specbranch.models.gpu.products import (
@@ -274,11 +284,24 @@ def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
         and arch.head_dim in heads
         and arch.hidden % 64 == 0 == arch.intermediate % 64
         and isinstance(decoder.embedding, Tensor)
+        and all(_takes_form(layer.form) for layer in decoder.layers)
     )
     if not suits or not _matrices_fit(decoder):
         return False
     forms = {replace(attention_of(layer.form), table=0) for layer in decoder.layers}
     return all(triton_works(device, dtype, arch.heads, arch.kv_heads, arch.head_dim, form) for form in forms)
+
+
+def _takes_form(form: LayerForm) -> bool:
+    """True if this step computes all that a layer says; a field that it does not know would be left out."""
+    attention = computed_by_kernels(attention_of(form))
+    return form == layer_form(attention, _mlp_of(form), norms_after=form[0].after is not None)
+
+
+def _mlp_of(form: LayerForm) -> GatedMlp | Experts:
+    operation = form[1].operation
+    assert not isinstance(operation, Attention)
+    return operation
 
 
 def _matrices_fit(decoder: Decoder) -> bool:
