@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+import torch
 
 from recorded_kernels import Launch, recorded_step
-from run_family_kernels import KINDS
+from run_family_kernels import KINDS, decoder_of_kind
 from specbranch.models.families.operations import Experts
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.gpu.mixture_step import expert_products, most_expert_tiles, takes_experts
-from specbranch.models.loading import load_native
 from tiers import tiered
-from tiny_models import random_model, saved
 from triton_programs import needs_triton, run_program
 
 LLAMA_LAYER = ["qkv", "attend", "added", "gated", "added"]
@@ -44,42 +41,33 @@ def test_the_kernels_of_families_compile_for_a_gpu() -> None:
     assert len(run_program("run_family_kernels.py", "compile").splitlines()) == 14
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {kind: saved(random_model(make()), tmp_path_factory.mktemp(kind)) for kind, make in KINDS.items()}
-
-
-def decoder_of(folder: Path, patch: pytest.MonkeyPatch) -> Decoder:
+def decoder_of(kind: str, patch: pytest.MonkeyPatch) -> Decoder:
     patch.setenv("SPECBRANCH_LINEAR", "torch")
-    return load_native(folder, context_length=512, dtype="bfloat16", cache_tokens=512).decoder
+    return decoder_of_kind(kind, torch.bfloat16)
 
 
-def launches_of(folder: Path, patch: pytest.MonkeyPatch, rows: int = 4) -> list[Launch]:
-    return recorded_step(decoder_of(folder, patch), patch, rows)
+def launches_of(kind: str, patch: pytest.MonkeyPatch, rows: int = 4) -> list[Launch]:
+    return recorded_step(decoder_of(kind, patch), patch, rows)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_step_launches_the_kernels_of_its_operations_and_of_llama_no_others(
-    kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = [launch.name for launch in launches_of(folders[kind], monkeypatch)]
+    names = [launch.name for launch in launches_of(kind, monkeypatch)]
     assert names == ["embed", *LAYERS[kind][0], *LAYERS[kind][1], "scored"]
 
 
-def test_a_step_of_llama_passes_nothing_that_families_added(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for launch in launches_of(folders["llama"], monkeypatch):
+def test_a_step_of_llama_passes_nothing_that_families_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    for launch in launches_of("llama", monkeypatch):
         given = launch.constants
         assert given.get("ONTO", True) and not given.get("ACTIVATION") and not given.get("SOFTCAP")
         assert given.get("SCALE") is None and given.get("bias") is None
         assert launch.name != "attend" or len(launch.args) == 1  # True if rows of prompts are left out, and no more
 
 
-def test_windows_and_sinks_of_each_layer_reach_attention(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches = launches_of(folders["gpt-oss"], monkeypatch)
+def test_windows_and_sinks_of_each_layer_reach_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = launches_of("gpt-oss", monkeypatch)
     first, second = (launch.args for launch in launches if launch.name == "attend")
     assert [one[1].window for one in (first, second)] == [24, None] and first[1].sinks and second[1].sinks
     assert first[2][0] == second[2][0] == (2,)  # a sink for each head
@@ -87,9 +75,9 @@ def test_windows_and_sinks_of_each_layer_reach_attention(
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_grids_of_experts_have_a_program_for_each_tile_that_rows_can_make(
-    rows: int, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = next(one for one in launches_of(folders["mixtral"], monkeypatch, rows) if one.name == "gated_by_expert")
+    gate = next(one for one in launches_of("mixtral", monkeypatch, rows) if one.name == "gated_by_expert")
     assert gate.grid == (min(2 * rows, 5 + 2 * rows // 16), 2)
 
 
@@ -102,11 +90,11 @@ def test_no_choice_of_experts_makes_more_tiles_than_the_bound() -> None:
         assert most_expert_tiles(rows, form) >= spread - 1 + -(-(pairs - spread + 1) // 16)
 
 
-def test_experts_lie_one_behind_the_other_in_memory(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_lie_one_behind_the_other_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("mixtral", "gpt-oss"):
-        experts = decoder_of(folders[kind], monkeypatch).layers[0].experts
+        experts = decoder_of(kind, monkeypatch).layers[0].experts
         assert experts is not None and takes_experts(experts)
-        arch = decoder_of(folders[kind], monkeypatch).arch
+        arch = decoder_of(kind, monkeypatch).arch
         product = expert_products(experts, arch).down
         base = product.first.weight
         for number, linear in enumerate(experts.down):
