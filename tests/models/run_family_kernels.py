@@ -135,11 +135,13 @@ def compile_one(kernel: Any, sizes: dict[str, Any], warps: int) -> None:
     whole |= dict.fromkeys(("squares", "sums", "weights", "changes", "scale"), "*fp32")
     kinds = {name: "constexpr" if name in sizes else whole.get(name, "*bf16") for name in names}
     known = {(names.index(name),): size for name, size in sizes.items() if name in names}
-    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if kinds[name].startswith("*")}
+    sixteens = ("N", "K", "H", "per_weight", "per_scale", "page_stride")  # as models have them
+    multiples = [name for name, kind in kinds.items() if kind.startswith("*") or (kind == "i32" and name in sixteens)]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=known, attrs=aligned)
     options = {"num_warps": warps, "num_stages": 4, "enable_fp_fusion": False, "launch_pdl": True}
     done = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(kernel.__name__, done.metadata.shared)
+    print(kernel.__name__, done.metadata.shared, flush=True)
 
 
 if __name__ == "__main__":

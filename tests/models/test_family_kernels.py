@@ -69,7 +69,7 @@ def test_a_step_of_llama_passes_nothing_that_families_added(monkeypatch: pytest.
 def test_windows_and_sinks_of_each_layer_reach_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = launches_of("gpt-oss", monkeypatch)
     first, second = (launch.args for launch in launches if launch.name == "attend")
-    assert [one[1].window for one in (first, second)] == [24, None] and first[1].sinks and second[1].sinks
+    assert [one[1].window for one in (first, second)] == [40, None] and first[1].sinks and second[1].sinks
     assert first[2][0] == second[2][0] == (2,)  # a sink for each head
 
 

@@ -306,7 +306,7 @@ def _mlp_of(form: LayerForm) -> GatedMlp | Experts:
 
 def _matrices_fit(decoder: Decoder) -> bool:
     """True if the kernels multiply by all matrices, and those of one name are stored alike in all layers."""
-    linears = [linears_of(layer) for layer in decoder.layers]
+    linears: list[dict[str, Any]] = [linears_of(layer) for layer in decoder.layers]
     if not all(takes_matrix(linear) for linear in (decoder.head, *(one for some in linears for one in some.values()))):
         return False
     experts = [layer.experts for layer in decoder.layers if layer.experts is not None]
