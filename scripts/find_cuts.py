@@ -17,8 +17,9 @@ import torch
 from measure_gpu import Case, captured_ms
 from shapes import Shaped
 
-from specbranch.models.gpu.kernel_step import Cut, KernelStep, Product
+from specbranch.models.gpu.kernel_step import KernelStep
 from specbranch.models.gpu.layout import pack, views
+from specbranch.models.gpu.products import Cut, Product
 
 PARTS = {"out": (1, 2, 4, 5), "down": (1, 2, 4, 5)}
 NAMES = ("qkv", "out", "gate_up", "down", "head")

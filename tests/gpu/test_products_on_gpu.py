@@ -10,7 +10,7 @@ import torch
 from specbranch.models.cpu.linear import PlainLinear
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.forward.stored_linear import StoredLinear
-from specbranch.models.gpu.kernel_step import BITS, PINNED, Stored, cut_of, product_of
+from specbranch.models.gpu.products import BITS, PINNED, Stored, cut_of, product_of
 
 pytestmark = pytest.mark.gpu
 SMALL = [("qkv", 960, 576), ("down", 576, 1536), ("head", 301, 384), ("qkv", 2048, 1536), ("down", 1536, 8960)]

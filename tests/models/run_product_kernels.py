@@ -17,7 +17,7 @@ from torch import Tensor
 from specbranch.models.cpu.linear import PlainLinear
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.forward.stored_linear import StoredLinear
-from specbranch.models.gpu.kernel_step import BITS, Product, Stored, product_of
+from specbranch.models.gpu.products import BITS, Product, Stored, product_of
 
 NO_NORM: Any = SimpleNamespace(qk_norm=False, head_dim=64)
 CONSTANTS = {"BIASED": True, "NORMED": False, "HEADS": 4, "KV_HEADS": 2, "DIM": 64, "PAGE": 64, "NORMS": 1}

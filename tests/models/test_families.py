@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from decoded_together import decode_together
 from packed_steps import Stepper, chain_with_siblings
-from specbranch.config import SamplingParams, SpeculativeConfig
-from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
-from specbranch.core.request import Request
 from specbranch.core.runner import Feed
-from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
@@ -27,7 +24,6 @@ from specbranch.models.runners.native import NativeRunner
 from specbranch.models.sampling.logit_rows import collate
 from tiers import tiered
 from tiny_models import FURTHER, GREEDY, in_double, logits_of, saved, some_tokens, tiny
-from toybench import PROFILE, Timeless, run_out
 
 torch.set_num_threads(1)
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -115,21 +111,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
         return folder / "target", saved(target, folder / "draft")
 
     return make
-
-
-def decode_together(executor: Serial, methods: list[str], temperature: float) -> list[Session]:
-    """Decode as many prompts as there are methods in one batch; their texts cross the window."""
-    loop, sessions = Loop(executor), []
-    for number, method in enumerate(methods):
-        prompt = some_tokens(30 + 3 * number, seed=number)
-        params = SamplingParams(temperature=temperature, max_tokens=16)
-        request = Request(params, seed=number, prompt_length=len(prompt), eos_ids=(7,))
-        session = Session(number, prompt, request, 120)
-        config = SpeculativeConfig(method=method, num_speculative_tokens=4, stop_below=0.2, ngram_min=1)
-        loop.join(session, METHODS[method].start(session, config, Timeless(PROFILE)))
-        sessions.append(session)
-    run_out(loop)
-    return sessions
 
 
 @pytest.mark.parametrize("temperature", tiered((0.0, 0.9), (0.9).__eq__))

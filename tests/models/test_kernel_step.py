@@ -8,16 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specbranch.models.gpu.kernel_step import (
-    PINNED,
-    KernelStep,
-    Product,
-    Stored,
-    cut_of,
-    kernels_fit,
-    step_of,
-    wide_tiles,
-)
+from specbranch.models.gpu.kernel_step import KernelStep, kernels_fit, step_of
+from specbranch.models.gpu.products import PINNED, Product, Stored, cut_of, wide_tiles
 from specbranch.models.gpu.step import GpuStep
 from specbranch.models.loading import load_native
 from tiny_models import saved, tiny

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +11,9 @@ from run_product_kernels import NO_NORM, linear_of
 from specbranch.models.cpu.linear import PlainLinear
 from specbranch.models.files.matrix import INT4_GROUPS, ROUNDED_KINDS, Matrix
 from specbranch.models.forward.stored_linear import StoredLinear
-from specbranch.models.gpu.kernel_step import BITS, BY_STEP, Stored, _known, product_of
+from specbranch.models.gpu.products import BITS, BY_STEP, Stored, product_of, takes_matrix
+from triton_programs import needs_triton, run_program
 
-needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None or "SPECBRANCH_TRITON_TESTS" not in os.environ,
-    reason="they need Triton, a minute or two, and SPECBRANCH_TRITON_TESTS=1",
-)
 SMALL: list[Stored] = [kind for kind in BITS if kind != "plain"]
 
 
@@ -38,11 +30,7 @@ def test_a_stored_product_compiles_for_a_gpu(stored: Stored) -> None:
 
 
 def run_kernels(*arguments: str) -> str:
-    """Run Triton in a process of its own: its interpreter replaces its functions."""
-    child = Path(__file__).with_name("run_product_kernels.py")
-    done = subprocess.run([sys.executable, str(child), *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_program("run_product_kernels.py", *arguments)
 
 
 def numbers(outs: int, ins: int) -> torch.Tensor:
@@ -67,11 +55,11 @@ def test_a_loop_step_of_a_grouped_form_is_a_group(stored: Stored, ins: int) -> N
 def test_the_kernels_take_zeros_of_int4_alone_no_order_and_no_other_groups() -> None:
     for kind in ROUNDED_KINDS:
         small = Matrix(numbers(64, 384)).stored_as(kind)
-        assert _known(StoredLinear(small))
+        assert takes_matrix(StoredLinear(small))
         zero = torch.ones(64, 384 // small.group, dtype=torch.int8)
-        assert _known(StoredLinear(replace(small, zero=zero))) == kind.startswith("int4")
-        assert not _known(StoredLinear(replace(small, order=torch.arange(384))))
+        assert takes_matrix(StoredLinear(replace(small, zero=zero))) == kind.startswith("int4")
+        assert not takes_matrix(StoredLinear(replace(small, order=torch.arange(384))))
     grouped = Matrix(torch.ones(64, 384, dtype=torch.int8), None, torch.ones(64, 12))
-    assert grouped.stored == "int8-32" and not _known(StoredLinear(grouped))
+    assert grouped.stored == "int8-32" and not takes_matrix(StoredLinear(grouped))
     odd = Matrix(numbers(64, 384)).stored_as("fp8-block").in_groups(16)
-    assert not _known(StoredLinear(odd)) and _known(PlainLinear(numbers(4, 64), None))
+    assert not takes_matrix(StoredLinear(odd)) and takes_matrix(PlainLinear(numbers(4, 64), None))

@@ -81,8 +81,9 @@ def list_families(as_json: bool) -> None:
         if row["limits"]:
             click.echo(f"  {'':10} limits: {row['limits']}")
     click.echo(
-        "compiled: machine code on CPUs and Triton kernels on GPUs, while the context fits into every window.\n"
-        "plain: PyTorch's products; the same texts, slower.\n"
+        "compiled: machine code on CPUs, while the context fits into every window. plain: PyTorch's products there; "
+        "the same texts, slower.\n"
+        "On GPUs all of them run by Triton kernels.\n"
         "No family with a recurrent state runs, natively or through transformers, as it cannot take rejected tokens "
         f"back: {', '.join(sorted(RECURRENT_FAMILIES))}.\n"
         "Any other model: --runner transformers."

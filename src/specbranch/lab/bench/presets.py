@@ -103,6 +103,7 @@ PRESETS |= {
         "executor": "process",
     },
     "gpu-real": {**GPU, "methods": ",".join((*GPU_BASELINES, "specbranch:paper", *GPU_OURS, *GPU_OUTSIDE))},
+    "gpu-long": {**GPU, "methods": ",".join(GPU_BRIEF), "context": (32_768, 131_072), "limit": 2},
 }
 DEFAULTS: dict[str, Any] = {  # the other defaults are those of `BenchOrder`
     "methods": "autoregressive,speculative,adaptive,pearl,specbranch,lookup",
@@ -134,6 +135,7 @@ PRESET_HELP = [
     ("gpu-int8", "fewer methods, with drafts in int8"),
     ("gpu-cpu-draft", "the draft in its own shape in a process on the CPU, in parallel with the target on the GPU"),
     ("gpu-real", "models in their own shapes: a --pair, or --target and --draft"),
+    ("gpu-long", "the same with fewer methods, in contexts of 32,768 and, if the target supports it, 131,072 tokens"),
 ]
 
 

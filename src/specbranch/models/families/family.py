@@ -114,7 +114,7 @@ class Family:
     name: str  # as in `Architecture.family`
     about: str  # models of this family that people know
     limits: str = ""  # what of the family is not native, as a clause
-    compiled: bool = False  # the compiled CPU step and the Triton kernels run its layers, unless a window is shorter
+    compiled: bool = False  # the compiled CPU step runs its layers, unless a window is shorter
     model_types: tuple[str, ...]  # of config.json
     gguf_names: tuple[str, ...] = ()  # `general.architecture`
     activations: tuple[str, ...] = ("silu", "swish")  # names of the one activation that its layers compute

@@ -1,7 +1,7 @@
 """The operations of a layer, as values: a family lists them, and each forward pass runs that list.
 
-Owns the vocabulary only. The plain decoder, the GPU step and training run any list. The compiled CPU step and the
-Triton kernels run lists for which `is_plain` holds. Invariant: an operation names everything that decides its result,
+Owns the vocabulary only. The plain decoder, the GPU steps and training run any list. The compiled CPU step runs lists
+for which `is_plain` holds. Invariant: an operation names everything that decides its result,
 except weights and sizes.
 """
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -48,12 +49,15 @@ class Attend(Protocol):
         step: Views,
         out: Tensor | None = None,
         sampled_only: bool = False,
+        attention: Attention = PLAIN_ATTENTION,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend from the queries of a step."""
         ...
 
 
 SHARED_BLOCK, QUERY_TILE = 128, 16  # shared positions of a block, and queries of a program (rows times heads)
+LARGE_HEAD, LARGE_BLOCK, LARGE_QUERIES = 256, 64, 64  # heads from this size on have smaller blocks and tiles
 WIDE_BLOCK, WIDE_TILE = 32, 16  # the same in float32, which has no fast products and twice the size
 PATH_BLOCK = 32  # KV slots of an own path that are read at a time
 CHUNK_QUERIES, CHUNK_ROWS = 128, 64  # queries and rows of a tile of a prompt, at most
@@ -75,9 +79,17 @@ WHOLE_CHUNK_BLOCKS = 4
 EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel starts only when the one before it has ended
 
 
-def choose_attend(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Attend:
-    """Return the kernels if they work for this shape, else plain torch."""
-    return attend_by_kernels if triton_works(device, dtype, heads, kv_heads, head_dim) else attend_plainly
+def choose_attend(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    forms: Iterable[Attention] = (PLAIN_ATTENTION,),
+) -> Attend:
+    """Return the kernels if they work for this shape and all of these forms, else plain torch."""
+    works = all(triton_works(device, dtype, heads, kv_heads, head_dim, form) for form in forms)
+    return attend_by_kernels if works else attend_plainly
 
 
 def attend_plainly(
@@ -92,8 +104,8 @@ def attend_plainly(
 ) -> Tensor:
     """Attend in plain torch, from queries [rows, heads, head_dim] to pages [pages, kv_heads, PAGE, head_dim].
 
-    Returns [rows, heads·head_dim], written to `out` if there is one. `sampled_only`: leave rows of prompts out. It
-    copies all keys and values that each row sees. Only this implementation has windows, bounded scores and sinks.
+    Returns [rows, heads·head_dim], written to `out` if there is one. `sampled_only`: leave rows of prompts out.
+    `sinks` [heads]. It copies all keys and values that each row sees.
     """
     heads, head_dim = queries.shape[1:]
     rows = len(step.shared) if sampled_only else len(queries)
@@ -113,7 +125,14 @@ def attend_plainly(
 
 
 def attend_by_kernels(
-    queries: Tensor, keys: Tensor, values: Tensor, step: Views, out: Tensor | None = None, sampled_only: bool = False
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: Views,
+    out: Tensor | None = None,
+    sampled_only: bool = False,
+    attention: Attention = PLAIN_ATTENTION,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with Triton. Blocks that have programs of their own are joined by another launch; see `attend_plainly`."""
     from specbranch.models.gpu import attention_kernels as kernels
@@ -122,7 +141,7 @@ def attend_by_kernels(
     (total, heads, head_dim), rows = queries.shape, len(step.shared)
     kv_heads, share = keys.shape[1], heads // keys.shape[1]
     padded, wide = power_of_two(share), keys.element_size() > 2
-    block, tile = (WIDE_BLOCK, WIDE_TILE) if wide else (SHARED_BLOCK, QUERY_TILE)
+    block, tile = block_positions(head_dim, keys.element_size()), WIDE_TILE if wide else QUERY_TILE
     early = begins_early(queries.device)
     shape = {"HEADS": heads, "DIM": head_dim, "WIDTH": max(power_of_two(head_dim), 16), "BLOCK": block, "EARLY": early}
     tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "PATH_BLOCK": PATH_BLOCK}
@@ -135,7 +154,8 @@ def attend_by_kernels(
     partial = partial_slots(results_of, heads, head_dim, queries.element_size(), step.most_pages, block)
     sums = queries.new_empty(partial, head_dim)
     tops, totals = queries.new_empty(2, partial, dtype=torch.float32)
-    scale = math.log2(math.e) / math.sqrt(head_dim)  # the kernels take powers of 2
+    scale, softcap = powers_of_two(attention, head_dim)
+    form = {"WINDOW": attention.window or 0, "SOFTCAP": softcap}
     how: dict[str, Any] = {"enable_fp_fusion": False, **launch(early)}
     sections = (step.shared, step.own_count, step.groups, step.tables, step.own, step.counts)
     groups, batch = len(step.groups), len(step.groups) == rows > 1
@@ -146,30 +166,30 @@ def attend_by_kernels(
         tiles = max(GROUP_ROWS // tile_rows, 1) if rows > tile_rows else 1
         splits = power_of_two(max(min(PROGRAMS // (kv_heads * groups * tiles), 64), 8))
         kernels.partial_results[(rows + groups * tiles * splits, kv_heads)](
-            queries, keys, values, sums, tops, totals, *sections, scale, keys.stride(0), rows, **shape, **tiling,
-            OWN=LONGEST_OWN, TILE_ROWS=tile_rows, TILES=tiles, OWN_TILE=max(padded, 16), SPLITS=splits,
+            queries, keys, values, sums, tops, totals, *sections, scale, keys.stride(0), rows, sinks, **shape, **tiling,
+            **form, OWN=LONGEST_OWN, TILE_ROWS=tile_rows, TILES=tiles, OWN_TILE=max(padded, 16), SPLITS=splits,
             num_warps=WARPS, num_stages=STAGES, **how,
         )  # fmt: skip
     else:
         splits = power_of_two(max(min(BATCH_PROGRAMS // (kv_heads * rows), 16), 2))
         whole = _by_rows(WHOLE_BLOCKS, rows) * SHARED_BLOCK // block
         kernels.attend_batch[(groups, kv_heads, splits)](
-            queries, keys, values, sums, tops, totals, out, *sections, scale, keys.stride(0), **shape, **tiling,
-            OWN=LONGEST_OWN, TILE=max(BATCH_GROUP_ROWS * padded, 16), WHOLE=whole, SPLITS=splits,
+            queries, keys, values, sums, tops, totals, out, *sections, scale, keys.stride(0), sinks, **shape, **tiling,
+            **form, OWN=LONGEST_OWN, TILE=max(BATCH_GROUP_ROWS * padded, 16), WHOLE=whole, SPLITS=splits,
             num_warps=BATCH_WARPS, num_stages=_by_rows(BATCH_STAGES, rows), **how,
         )  # fmt: skip
     if chunks and step.tiles is not None:
-        tile_rows = chunk_tile_rows(share)
+        tile_rows = chunk_tile_rows(share, head_dim)
         kernels.attend_chunks[(len(step.tiles), kv_heads, split_chunks)](
             queries, keys, values, sums, tops, totals, out, step.tiles, step.tables, step.counts, scale, keys.stride(0),
-            rows, partial, **shape, **tiling, TILE_ROWS=tile_rows, TOTAL=total, WHOLE=WHOLE_CHUNK_BLOCKS,
-            SPLITS=split_chunks, num_warps=CHUNK_WARPS if tile_rows * padded > CHUNK_ROWS else WARPS,
-            num_stages=CHUNK_STAGES, **how,
+            rows, partial, sinks, **shape, **tiling, **form, TILE_ROWS=tile_rows, TOTAL=total,
+            WHOLE=WHOLE_CHUNK_BLOCKS, SPLITS=split_chunks,
+            num_warps=CHUNK_WARPS if tile_rows * padded > CHUNK_ROWS else WARPS, num_stages=CHUNK_STAGES, **how,
         )  # fmt: skip
     joined_heads = share if batch and rows > JOINED_ROWS and split_chunks == 1 else 1
     kernels.join[(results_of, heads // joined_heads)](
         sums, tops, totals, step.shared, step.positions, step.counts, out, rows, partial, **shape, BATCH=batch,
-        COUNT=joined_heads, TOTAL=total, num_warps=JOIN_WARPS, **how,
+        COUNT=joined_heads, TOTAL=total, WINDOW=form["WINDOW"], num_warps=JOIN_WARPS, **how,
     )  # fmt: skip
     return out
 
@@ -178,9 +198,24 @@ def _by_rows(table: Sequence[tuple[int, int]], rows: int) -> int:
     return next(value for least, value in table if rows >= least)
 
 
-def chunk_tile_rows(share: int) -> int:
+def powers_of_two(attention: Attention, head_dim: int) -> tuple[float, float]:
+    """Return the factor of scores, and their bound or 0, as the kernels take them: for powers of 2."""
+    scale = math.log2(math.e) * attention.scale if attention.scale else math.log2(math.e) / math.sqrt(head_dim)
+    if attention.softcap is None:
+        return scale, 0.0
+    # tanh(x) = 1 - 2 / (e^2x + 1)
+    return 2 * scale / attention.softcap, attention.softcap * math.log2(math.e)
+
+
+def block_positions(head_dim: int, element: int) -> int:
+    """Return how many shared positions a block has; `element`: bytes of a number."""
+    return WIDE_BLOCK if element > 2 else LARGE_BLOCK if head_dim >= LARGE_HEAD else SHARED_BLOCK
+
+
+def chunk_tile_rows(share: int, head_dim: int = 0) -> int:
     """Return how many rows of a prompt are a tile; `share`: query heads that share a key head."""
-    return max(min(CHUNK_QUERIES // power_of_two(share), CHUNK_ROWS), LEAST_TILE_ROWS)
+    queries = LARGE_QUERIES if head_dim >= LARGE_HEAD else CHUNK_QUERIES
+    return max(min(queries // power_of_two(share), CHUNK_ROWS), LEAST_TILE_ROWS)
 
 
 def partial_slots(rows: int, heads: int, head_dim: int, element: int, most_pages: int, block: int) -> int:
@@ -194,7 +229,7 @@ def most_partial_rows(shared: int, heads: int, head_dim: int, element: int) -> i
 
     It is a power of two, as steps are padded.
     """
-    block = WIDE_BLOCK if element > 2 else SHARED_BLOCK
+    block = block_positions(head_dim, element)
     most = PARTIAL_BYTES // ((head_dim * element + 8) * heads * (1 + -(-shared // block)))
     return max(power_of_two(most + 1) // 2, GROUP_ROWS)
 
@@ -214,13 +249,32 @@ def launch(early: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if early else {}
 
 
-@cache
-def triton_works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+def triton_works(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    attention: Attention = PLAIN_ATTENTION,
+) -> bool:
     """True if the kernels agree with plain torch, tested once for each shape; warns if a GPU cannot use them."""
+    known = attention == computed_by_kernels(attention)
+    return known and _works(device, dtype, heads, kv_heads, head_dim, replace(attention, table=0))
+
+
+def computed_by_kernels(attention: Attention) -> Attention:
+    """Return what the kernels compute of an attention: another one if it has further fields."""
+    return Attention(attention.window, attention.table, attention.scale, attention.softcap, attention.sinks)
+
+
+@cache
+def _works(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, attention: Attention
+) -> bool:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     try:
-        error = _largest_error(device, dtype, heads, kv_heads, head_dim)
+        error = _largest_error(device, dtype, heads, kv_heads, head_dim, attention)
     except Exception as reason:  # compilers raise errors of all kinds
         log.warning(
             "Attention runs in plain operations, which is slow: Triton does not work here (%s: %s).",
@@ -235,7 +289,9 @@ def triton_works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads:
 
 
 @torch.inference_mode()
-def _largest_error(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> float:
+def _largest_error(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, attention: Attention
+) -> float:
     """Compare both implementations on a chain of some rows over two pages."""
     pool = Pool(2)
     rows = Rows(Table(pool, pool.take(2)), [0] * 3, 300, 300, [0b1, 0b11, 0b111])
@@ -244,7 +300,12 @@ def _largest_error(device: torch.device, dtype: torch.dtype, heads: int, kv_head
     random = torch.Generator().manual_seed(0)
     q = torch.randn(bucket.rows, heads, head_dim, generator=random).to(device, dtype)
     k, v = torch.randn(2, 3, kv_heads, PAGE, head_dim, generator=random).to(device, dtype)
-    return float((attend_by_kernels(q, k, v, step).float() - attend_plainly(q, k, v, step).float())[:3].abs().max())
+    sinks = torch.randn(heads, generator=random).to(device, dtype) if attention.sinks else None
+    found, expected = (
+        attend(q, k, v, step, None, False, attention, sinks)[:3].float()
+        for attend in (attend_by_kernels, attend_plainly)
+    )
+    return float((found - expected).abs().max())
 
 
 def _seen_slots(step: Views) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,10 @@ the keys it sees decide its bits. Other rows, the number of programs and the pla
 it, sums over positions are products with ones, whose order does not depend on the layout of a tile, and no product is
 fused with a sum (`enable_fp_fusion`). The module needs Triton, so only `attention.py` imports it, when it uses the
 kernels.
+
+WINDOW positions are seen by a row, its own included; 0: all up to its own. Blocks wholly before the windows of a
+program's rows are not read. A block that a row does not see leaves its result as it is, to the bit. SOFTCAP bounds
+scores; 0: none. `sinks` hold a further score for each head, without a value: the own path begins with it.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -27,12 +31,19 @@ GROUP_POSITIONS = tl.constexpr(_GROUP_POSITIONS)
 LONGEST_COUNT, SAMPLED_COUNT = tl.constexpr(_LONGEST_COUNT), tl.constexpr(_SAMPLED_COUNT)
 SHARED_COUNT, USED_COUNT = tl.constexpr(_SHARED_COUNT), tl.constexpr(_USED_COUNT)
 UNROLLED = tl.constexpr(8)  # partial results that `join` loads at a time
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _scores(queries, k, seen, scale):
-    """Return the scores of queries [M, keys]; what a query does not see has none."""
-    return tl.where(seen, tl.dot(queries, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+def _scores(queries, k, seen, scale, SOFTCAP: tl.constexpr):
+    """Return the scores of queries [M, keys]; what a query does not see has none.
+
+    Of bounded scores, `scale` gives the power of 2 that their hyperbolic tangent is made of.
+    """
+    scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP > 0.0:
+        scores = (1.0 - 2.0 / (tl.exp2(scores) + 1.0)) * SOFTCAP
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
@@ -59,9 +70,31 @@ def _average(acc, total, like):
 
 
 @triton.jit
-def _block(queries, k, v, ones, seen, scale):
+def _in_window(seen, position, left, WINDOW: tl.constexpr):
+    """Leave out of `seen` [M, keys] the positions before `left` [M], the first that each row sees."""
+    if WINDOW > 0:
+        seen = seen & (position[None, :] >= left[:, None])
+    return seen
+
+
+@triton.jit
+def _first_block(left, most, live, BLOCK: tl.constexpr):
+    """Return the first block that any of the rows sees."""
+    least = tl.min(tl.where(live, left, most), 0)
+    return tl.minimum(tl.maximum(least, 0), most) // BLOCK
+
+
+@triton.jit
+def _begun(sinks, top, total, at, live):
+    """Return the running result that a sink begins: its score, and one for its sum; `at`: heads."""
+    top = tl.load(sinks + at, mask=live, other=0.0).to(tl.float32) * LOG2_E
+    return top, total + 1.0
+
+
+@triton.jit
+def _block(queries, k, v, ones, seen, scale, SOFTCAP: tl.constexpr):
     """Return the result of one block: its greatest score, its sum and its average."""
-    scores = _scores(queries, k, seen, scale)
+    scores = _scores(queries, k, seen, scale, SOFTCAP)
     top = tl.max(scores, 1)
     p, total = _weights(scores, top, ones)
     return top, total, _average(tl.dot(p, v, input_precision="ieee"), total, v)
@@ -96,7 +129,8 @@ def _shared_keys(keys, values, table, start, most, head, page_stride, DIM: tl.co
 
 @triton.jit
 def _own_path(queries, keys, values, own, count, mine, head, scale, page_stride, ones, top, total, acc,
-              DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr):  # fmt: skip
+              DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr,
+              WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
     """Add a row's own path to the running result of its queries (`mine`)."""
     for begin in range(0, count, PATH_BLOCK):
         j = begin + tl.arange(0, PATH_BLOCK)
@@ -107,7 +141,10 @@ def _own_path(queries, keys, values, own, count, mine, head, scale, page_stride,
         mask = (j < count)[:, None] & (d < DIM)[None, :]
         k = tl.load(keys + at, mask=mask, other=0.0)
         v = tl.load(values + at, mask=mask, other=0.0)
-        scores = _scores(queries, k, mine[:, None] & (j < count)[None, :], scale)
+        seen = mine[:, None] & (j < count)[None, :]
+        if WINDOW > 0:
+            seen = seen & (j >= count - WINDOW)[None, :]
+        scores = _scores(queries, k, seen, scale, SOFTCAP)
         top, total, acc = _more(scores, v, ones, top, total, acc)
     return top, total, acc
 
@@ -122,14 +159,15 @@ def _leave(sums, tops, totals, average, top, total, into, live, DIM: tl.constexp
 
 
 @triton.jit
-def _leave_blocks(queries, keys, values, sums, tops, totals, table, end, most, first, step, at, live, head, scale,
-                  page_stride, slots, ones, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
+def _leave_blocks(queries, keys, values, sums, tops, totals, table, left, end, most, first, step, at, live, head,
+                  scale, page_stride, slots, ones, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+                  BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
     """Compute every `step`-th block from `first` on, and store each result for `join`."""
     for block in range(first, tl.cdiv(most, BLOCK), step):
         k, v = _shared_keys(keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK)
         seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
-        top, total, average = _block(queries, k, v, ones, seen, scale)
+        seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW)
+        top, total, average = _block(queries, k, v, ones, seen, scale, SOFTCAP)
         _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots + 1 + block, live, DIM, WIDTH)
 
 
@@ -142,11 +180,12 @@ def _load_queries(q, at, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
 # Numbers of rows must not compile another kernel, not even if they are 1.
 @triton.jit(do_not_specialize=["rows"])
 def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, counts, scale,
-                    page_stride, rows,
+                    page_stride, rows, sinks,
                     HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
                     WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr,
                     BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr, TILES: tl.constexpr, OWN_TILE: tl.constexpr,
-                    SPLITS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+                    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                    EARLY: tl.constexpr):  # fmt: skip
     """Compute results for `join`, of a step of one sequence: programs for each row's own path, and for its blocks.
 
     Result 0 of a row and head is its own path; result 1 + b is block b. SPLITS programs share the blocks of a tile of
@@ -160,8 +199,8 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
     slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
     if program < rows:
         _leave_own_path(
-            q, keys, values, sums, tops, totals, own_count, own, program, head, scale, page_stride, slots, HEADS, SHARE,
-            DIM, WIDTH, PAGE, PATH_BLOCK, OWN, OWN_TILE,
+            q, keys, values, sums, tops, totals, own_count, own, program, head, scale, page_stride, slots, sinks, HEADS,
+            SHARE, DIM, WIDTH, PAGE, PATH_BLOCK, OWN, OWN_TILE, WINDOW, SOFTCAP,
         )  # fmt: skip
     else:
         tile = (program - rows) // SPLITS
@@ -173,19 +212,25 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
         row = tl.load(groups + 3 * group) + within
         end = tl.load(shared + row, mask=live, other=0)
         most = tl.max(end, 0)
+        left = end
+        if WINDOW > 0:
+            left = end + tl.load(own_count + row, mask=live, other=0) - WINDOW
+            split += _first_block(left, most, live, BLOCK)
         if split * BLOCK < most:
             at = row * HEADS + head * SHARE + m % PADDED
             _leave_blocks(
                 _load_queries(q, at, live, DIM, WIDTH), keys, values, sums, tops, totals,
-                tables + tl.load(groups + 3 * group + 2), end, most, split, SPLITS, at, live, head, scale, page_stride,
-                slots, tl.full((BLOCK, 16), 1.0, values.dtype.element_ty), DIM, WIDTH, PAGE, BLOCK,
+                tables + tl.load(groups + 3 * group + 2), left, end, most, split, SPLITS, at, live, head, scale,
+                page_stride, slots, tl.full((BLOCK, 16), 1.0, values.dtype.element_ty), DIM, WIDTH, PAGE, BLOCK,
+                WINDOW, SOFTCAP,
             )  # fmt: skip
 
 
 @triton.jit
-def _leave_own_path(q, keys, values, sums, tops, totals, own_count, own, row, head, scale, page_stride, slots,
+def _leave_own_path(q, keys, values, sums, tops, totals, own_count, own, row, head, scale, page_stride, slots, sinks,
                     HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-                    PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+                    PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
+                    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
     """Compute the own path of one row, and store its result for `join`."""
     dtype = values.dtype.element_ty
     g = tl.arange(0, TILE)
@@ -193,10 +238,13 @@ def _leave_own_path(q, keys, values, sums, tops, totals, own_count, own, row, he
     live = g < SHARE
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
+    if sinks is not None:
+        top, total = _begun(sinks, top, total, head * SHARE + g, live)
     acc = tl.zeros((TILE, WIDTH), tl.float32)
     top, total, acc = _own_path(
         _load_queries(q, at, live, DIM, WIDTH), keys, values, own + row * OWN, tl.load(own_count + row), live, head,
         scale, page_stride, tl.full((PATH_BLOCK, 16), 1.0, dtype), top, total, acc, DIM, WIDTH, PAGE, PATH_BLOCK,
+        WINDOW, SOFTCAP,
     )  # fmt: skip
     average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
     _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
@@ -204,11 +252,11 @@ def _leave_own_path(q, keys, values, sums, tops, totals, own_count, own, row, he
 
 @triton.jit
 def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, groups, tables, own, counts, scale,
-                 page_stride,
+                 page_stride, sinks,
                  HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
                  WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr,
                  BLOCK: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
-                 EARLY: tl.constexpr):  # fmt: skip
+                 WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Attend in a step of several sequences, with SPLITS programs for each group of rows and each key head.
 
     Of a group with at most WHOLE blocks, the first program computes all, and `join` skips its rows (their sum is 0).
@@ -228,8 +276,13 @@ def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, gr
     end = tl.load(shared + first + within, mask=live, other=0)
     most = tl.max(end, 0)
     blocks = tl.cdiv(most, BLOCK)
-    whole = blocks <= WHOLE
-    works = (split == 0) | ((whole == 0) & (split < blocks))
+    left = end
+    before = 0  # blocks that no row of the group sees
+    if WINDOW > 0:
+        left = end + tl.load(own_count + first + within, mask=live, other=0) - WINDOW
+        before = _first_block(left, most, live, BLOCK)
+    whole = blocks - before <= WHOLE
+    works = (split == 0) | ((whole == 0) & (split < blocks - before))
     if (count > 0) & works:
         dtype = values.dtype.element_ty
         slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
@@ -240,30 +293,33 @@ def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, gr
         if split == 0:
             top = tl.full((TILE,), float("-inf"), tl.float32)
             total = tl.zeros((TILE,), tl.float32)
+            if sinks is not None:
+                top, total = _begun(sinks, top, total, head * SHARE + m % PADDED, live)
             acc = tl.zeros((TILE, WIDTH), tl.float32)
             for row in range(count):
                 top, total, acc = _own_path(
                     queries, keys, values, own + (first + row) * OWN, tl.load(own_count + first + row), within == row,
                     head, scale, page_stride, tl.full((PATH_BLOCK, 16), 1.0, dtype), top, total, acc, DIM, WIDTH,
-                    PAGE, PATH_BLOCK,
+                    PAGE, PATH_BLOCK, WINDOW, SOFTCAP,
                 )  # fmt: skip
             average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
             if whole:
                 acc = average.to(tl.float32) * total[:, None]
-                for block in range(blocks):
+                for block in range(before, blocks):
                     k, v = _shared_keys(
                         keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK
                     )
                     seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
-                    top, total, acc = _merged(top, total, acc, *_block(queries, k, v, ones, seen, scale))
+                    seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW)
+                    top, total, acc = _merged(top, total, acc, *_block(queries, k, v, ones, seen, scale, SOFTCAP))
                 _store_out(out, at, live, acc, total, DIM, WIDTH)
                 tl.store(totals + at.to(tl.int64) * slots, total * 0.0, mask=live)
             else:
                 _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
         if whole == 0:
             _leave_blocks(
-                queries, keys, values, sums, tops, totals, table, end, most, split, SPLITS, at, live, head, scale,
-                page_stride, slots, ones, DIM, WIDTH, PAGE, BLOCK,
+                queries, keys, values, sums, tops, totals, table, left, end, most, before + split, SPLITS, at, live,
+                head, scale, page_stride, slots, ones, DIM, WIDTH, PAGE, BLOCK, WINDOW, SOFTCAP,
             )  # fmt: skip
 
 
@@ -291,11 +347,11 @@ def _chunk_results(counts, rows, room, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 
 @triton.jit(do_not_specialize=["rows", "room"])
 def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, counts, scale, page_stride, rows,
-                  room,
+                  room, sinks,
                   HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
                   WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
                   TILE_ROWS: tl.constexpr, TOTAL: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
-                  EARLY: tl.constexpr):  # fmt: skip
+                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Attend from a tile of rows of one prompt to all positions up to each row, through the page table.
 
     The last tiles come first: they have most to read. Of a tile with many blocks, SPLITS programs share the blocks, if
@@ -311,14 +367,17 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
     start = tl.load(tile + 3)
     most = tl.maximum((start + count - 1) // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
     blocks = tl.cdiv(most, BLOCK)
+    before = 0  # blocks that no row of the tile sees
+    if WINDOW > 0:
+        before = tl.minimum(tl.maximum(start + 1 - WINDOW, 0), most) // BLOCK
     slots, shift, fits = _chunk_results(counts, rows, room, HEADS, BLOCK, TOTAL)
     tops += shift
     totals += shift
     sums += shift * DIM
-    whole = (blocks <= WHOLE) | (fits == 0)
+    whole = (blocks - before <= WHOLE) | (fits == 0)
     if SPLITS == 1:
         whole = blocks >= 0
-    works = (split == 0) | ((whole == 0) & (split < blocks))
+    works = (split == 0) | ((whole == 0) & (split < blocks - before))
     if (count > 0) & works:
         dtype = values.dtype.element_ty
         table = tables + tl.load(tile + 2)
@@ -329,10 +388,13 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
         queries = _load_queries(q, at, live, DIM, WIDTH)
         position = start + within
         end = tl.maximum(position // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
+        left = position + 1 - WINDOW
         many = tl.full((BLOCK, 16), 1.0, dtype)
         if split == 0:
             top = tl.full((TILE_ROWS * PADDED,), float("-inf"), tl.float32)
             total = tl.zeros((TILE_ROWS * PADDED,), tl.float32)
+            if sinks is not None:
+                top, total = _begun(sinks, top, total, head * SHARE + m % PADDED, live)
             acc = tl.zeros((TILE_ROWS * PADDED, WIDTH), tl.float32)
             ones = tl.full((PATH_BLOCK, 16), 1.0, dtype)
             for begin in range(
@@ -343,16 +405,18 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
                 )
                 j = begin + tl.arange(0, PATH_BLOCK)
                 seen = (j[None, :] >= end[:, None]) & (j[None, :] <= position[:, None])
-                top, total, acc = _more(_scores(queries, k, seen, scale), v, ones, top, total, acc)
+                seen = _in_window(seen, j, left, WINDOW)
+                top, total, acc = _more(_scores(queries, k, seen, scale, SOFTCAP), v, ones, top, total, acc)
             average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
             if whole:
                 acc = average.to(tl.float32) * total[:, None]
-                for block in range(blocks):
+                for block in range(before, blocks):
                     k, v = _shared_keys(
                         keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK
                     )
                     seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
-                    top, total, acc = _merged(top, total, acc, *_block(queries, k, v, many, seen, scale))
+                    seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW)
+                    top, total, acc = _merged(top, total, acc, *_block(queries, k, v, many, seen, scale, SOFTCAP))
                 _store_out(out, at, live, acc, total, DIM, WIDTH)
                 if SPLITS > 1:
                     tl.store(totals + at.to(tl.int64) * slots, total * 0.0, mask=live & (m * 0 < fits.to(tl.int32)))
@@ -360,15 +424,15 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
                 _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
         if whole == 0:
             _leave_blocks(
-                queries, keys, values, sums, tops, totals, table, end, most, split, SPLITS, at, live, head, scale,
-                page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK,
+                queries, keys, values, sums, tops, totals, table, left, end, most, before + split, SPLITS, at, live,
+                head, scale, page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK, WINDOW, SOFTCAP,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "room"])
 def join(sums, tops, totals, shared, positions, counts, out, rows, room,
          HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr,
-         COUNT: tl.constexpr, TOTAL: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+         COUNT: tl.constexpr, TOTAL: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Merge the results of one row and COUNT heads: the own path, then the blocks that the row shares, in order.
 
     In a step of several sequences (BATCH), padding has no results, and some rows are done. Rows from `rows` on are
@@ -395,19 +459,22 @@ def join(sums, tops, totals, shared, positions, counts, out, rows, room,
         position = tl.load(positions + row)
         end = tl.where(of_prompt, tl.maximum(position // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS, end)
     blocks = tl.cdiv(end, BLOCK)
+    before = 0  # blocks that the row does not see
+    if WINDOW > 0:
+        before = tl.maximum(tl.load(positions + row) + 1 - WINDOW, 0) // BLOCK
     for head in range(left):
         first = (at + head).to(tl.int64) * slots + shift
-        _join_head(sums, tops, totals, out, at + head, first, blocks, DIM, WIDTH)
+        _join_head(sums, tops, totals, out, at + head, first, before, blocks, DIM, WIDTH)
 
 
 @triton.jit
-def _join_head(sums, tops, totals, out, at, first, blocks, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Merge the results of one row and head, which begin at `first`."""
+def _join_head(sums, tops, totals, out, at, first, before, blocks, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Merge the results of one row and head, which begin at `first`; of blocks, those from `before` on."""
     d = tl.arange(0, WIDTH)
     total = tl.load(totals + first)
     top = tl.load(tops + first)
     acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
-    for begin in range(0, blocks, UNROLLED):
+    for begin in range(before, blocks, UNROLLED):
         at_0 = first + 1 + begin
         end = first + 1 + blocks
         # all loads come before the sums, which wait for one another

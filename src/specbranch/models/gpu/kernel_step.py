@@ -1,212 +1,54 @@
-"""A decoder's forward in six Triton kernels a layer, near memory bandwidth; a row has the same bits in any batch.
+"""A decoder's forward in Triton kernels, near memory bandwidth; a row has the same bits in any batch.
 
-Owns the buffers between kernels, and the tiling of each product. Does not own the kernels (`product_kernels.py`).
-Invariant: a product's shape and a fixed table decide the order of every sum, never a measurement at run time. The
-number of rows of a step only decides how many rows share a program.
+It runs the operations that a family lists for each layer; Llama's are six kernels a layer. Owns the buffers between
+kernels, and their order. Does not own the kernels (`product_kernels.py`, `family_kernels.py`), the tiling of products
+(`products.py`), or experts (`mixture_step.py`). Invariant: the number of rows of a step only decides how many rows
+share a program.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from specbranch.core.pages import PAGE
 from specbranch.models.cache.kv_memory import Memory
-from specbranch.models.cpu.linear import Linear, PlainLinear
-from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.matrix import INT4_GROUPS, ZERO, Matrix
-from specbranch.models.forward.decoder import Decoder
-from specbranch.models.forward.stored_linear import StoredLinear
-from specbranch.models.gpu.attention import begins_early, launch, triton_works
+from specbranch.models.cpu.linear import Linear
+from specbranch.models.families.operations import (
+    Activation,
+    Attention,
+    Experts,
+    GatedMlp,
+    LayerForm,
+    Residual,
+    attention_of,
+    experts_of,
+    layer_form,
+)
+from specbranch.models.forward.arithmetic import normed
+from specbranch.models.forward.decoder import Decoder, Layer
+from specbranch.models.gpu.attention import begins_early, computed_by_kernels, launch, triton_works
 from specbranch.models.gpu.layout import MOST_STEP_ROWS, MOST_TOTAL_ROWS, Views, power_of_two
+from specbranch.models.gpu.mixture_step import ACTIVATIONS, Mixture, expert_products, takes_experts
+from specbranch.models.gpu.products import (
+    ROW_TILE,
+    WIDEST,
+    Product,
+    alike_in,
+    given_or,
+    product_of,
+    takes_matrix,
+)
 from specbranch.models.gpu.small import PLAIN_FUNCTIONS
 from specbranch.models.gpu.step import GpuStep
 
-BY_STEP = (5, 6, 10)  # forms whose loop step is a group
-ROW_TILE = 16
-# rows of a tile, by whether weights are the first operand; 64 rows as the first operand would use other instructions
-MOST_TOGETHER = {True: 64, False: 32}
-FAST_MEMORY = 200 << 10  # bytes of shared memory of a program
 PRODUCT_NAMES = ("qkv", "out", "gate_up", "down")
-# plain: in the type that the model computes in; int4-zeros: with zero points, in groups of any size
-Stored = Literal["plain", "int8", "int4", "int4-64", "int4-32", "int4-zeros", "fp8", "fp8-block"]
-BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4, "int4-64": 5, "int4-32": 5}
-BITS |= {"int4-zeros": 6, "fp8": 9, "fp8-block": 10}
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The tiling of a product: columns of a tile, inputs of a loop step, split-K parts, True if weights come first."""
-
-    tile: int = 64
-    step: int = 128
-    parts: int = 1
-    swap: bool = True
-    warps: int = 4
-    stages: int = 4
-
-
-Cuts = dict[tuple[str, int, int], Cut]  # by the product's purpose, outputs and inputs
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The tiling of a product for some number of rows: rows of a program, its cut, how x and w are read.
-
-    `boxed`: by tensor descriptors. `joined`: a program computes all split-K parts, one after the other.
-    """
-
-    rows: int
-    cut: Cut
-    boxed: bool = False
-    joined: bool = False
-
-
-# Tiles for steps of more than 64 rows, the largest first. On Hopper a row has the same bits with all of them: only the
-# number of parts changes bits (`tests/gpu/test_products_on_gpu.py`). Measured on one H200: at 128, 256, 512 and 2,048
-# rows an 8B's products take 4.4, 6.1, 10.3 and 37.5 ms with the best of them, through cuBLAS 4.5, 5.9, 9.5 and 36.2.
-WIDE_TILES = (
-    Tiles(128, Cut(256, 64, 1, True, 8, 4), boxed=True),
-    Tiles(128, Cut(128, 64, 1, False, 8, 5), boxed=True),
-    Tiles(128, Cut(64, 128, 1, True, 4, 4), boxed=True),
-    Tiles(64, Cut(128, 64, 1, True, 4, 5), boxed=True),
-    Tiles(64, Cut(64, 128, 1, True, 4, 4), boxed=True),
-)
-WIDE_ROWS = 64  # steps with more rows take wide tiles
-LEAST_PROGRAMS = 80  # with fewer, too many of an H200's 132 multiprocessors are idle
-MOST_SPLIT_ROWS = 512  # rows of a step whose split-K parts are different programs, at most
-WIDEST = {"out": 128, "down": 128}  # columns of a tile, at most; other products have no limit
-
-# The fastest cuts on one H200 (`scripts/find_cuts.py`). Other shapes, and other kinds of GPU, use `safe_cut`.
-PRODUCT_CUTS: Cuts = {
-    ("qkv", 960, 576): Cut(32, 64, 1, False, 4, 6),
-    ("gate_up", 3072, 576): Cut(32, 64, 1, False, 4, 3),
-    ("down", 576, 1536): Cut(32, 128, 4, False, 4, 4),
-    ("head", 49152, 576): Cut(128, 64, 1, True, 4, 3),
-    ("qkv", 2048, 1536): Cut(16, 128, 1, False, 4, 6),
-    ("out", 1536, 1536): Cut(64, 128, 4, True, 4, 6),
-    ("down", 1536, 8960): Cut(64, 128, 5, True, 4, 6),
-    ("gate_up", 17920, 1536): Cut(64, 128, 1, True, 4, 3),
-    ("qkv", 3072, 2048): Cut(64, 128, 1, True, 4, 6),
-    ("out", 2048, 2048): Cut(64, 128, 4, True, 4, 4),
-    ("down", 2048, 8192): Cut(64, 128, 4, True, 4, 4),
-    ("out", 4096, 4096): Cut(32, 128, 1, False, 4, 6),
-    ("gate_up", 22016, 4096): Cut(64, 128, 1, False, 4, 3),
-    ("down", 4096, 11008): Cut(64, 128, 2, True, 4, 6),
-    ("qkv", 6144, 4096): Cut(64, 128, 1, True, 4, 6),
-    ("gate_up", 28672, 4096): Cut(128, 128, 1, True, 4, 3),
-    ("down", 4096, 14336): Cut(64, 128, 2, True, 4, 6),
-    ("out", 7168, 7168): Cut(64, 128, 1, True, 4, 6),
-    ("gate_up", 38400, 7168): Cut(64, 128, 1, False, 4, 3),
-    ("down", 7168, 19200): Cut(64, 128, 1, True, 4, 6),
-}
-INT8_CUTS: Cuts = {
-    ("qkv", 3072, 2048): Cut(32, 256, 1, False, 4, 3),
-    ("out", 2048, 2048): Cut(32, 256, 4, False, 4, 6),
-    ("gate_up", 16384, 2048): Cut(128, 256, 1, False, 4, 4),
-    ("down", 2048, 8192): Cut(32, 256, 4, False, 4, 6),
-    ("head", 128256, 2048): Cut(64, 256, 1, False, 4, 3),
-    ("out", 4096, 4096): Cut(64, 128, 4, False, 4, 8),
-    ("down", 4096, 14336): Cut(32, 256, 4, False, 4, 4),
-}
-INT4_CUTS: Cuts = {
-    ("qkv", 3072, 2048): Cut(32, 128, 1, False, 4, 3),
-    ("gate_up", 16384, 2048): Cut(32, 128, 1, False, 4, 3),
-}
-ROOMY: dict[tuple[str, Stored], dict[str, Any]] = {  # changes to `safe_cut` on GPUs with as much shared memory
-    ("head", "plain"): {"tile": 128, "stages": 3},
-    ("head", "int8"): {"tile": 128, "step": 256, "stages": 3},
-    ("qkv", "int8"): {"tile": 32, "step": 256, "stages": 3},
-    ("gate_up", "int8"): {"tile": 128, "step": 256, "stages": 3},
-    ("down", "int8"): {"tile": 32, "step": 256},
-}
-PINNED: dict[Stored, Cuts] = {"plain": PRODUCT_CUTS, "int8": INT8_CUTS, "int4": INT4_CUTS}
-
-
-def cut_of(purpose: str, outs: int, ins: int, stored: Stored = "plain", hopper: bool = True) -> Cut:
-    """Return the tiling of a product; nothing was measured of the forms that are not in `PINNED`."""
-    safe = safe_cut(purpose, outs, ins, stored)
-    if not hopper or stored not in PINNED:
-        return safe
-    roomy = safe if ins % 256 else replace(safe, **ROOMY.get((purpose, stored), {}))
-    return PINNED[stored].get((purpose, outs, ins), roomy)
-
-
-def safe_cut(purpose: str, outs: int, ins: int, stored: Stored) -> Cut:
-    """Return a tiling for any shape on any GPU: tiles of 64 columns, and split-K parts if there are few tiles."""
-    step = 128 if ins % 128 == 0 else 64
-    tiles, parts = -(-outs // 64), 1
-    while purpose in ("out", "down") and parts < 4 and tiles * parts < 128 and ins >= 8 * step * parts:
-        parts *= 2
-    return Cut(64, step, parts, stored == "plain", 4, 4)
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matrix for the kernels: its weights, their scales if quantised, and its tiling for few rows."""
-
-    weight: Tensor
-    bias: Tensor | None
-    scale: Tensor | None
-    outs: int
-    ins: int
-    cut: Cut
-    wide: tuple[Tiles, ...] = ()  # tilings for many rows
-    stored: Stored = "plain"
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return bias and scale; the weight stands in for a missing one, as a kernel needs some tensor."""
-        return _or(self.bias, self.weight), _or(self.scale, self.weight)
-
-    def tiles(self, rows: int) -> Tiles:
-        """Return the tiling for this many rows; the weights that a program reads serve all of its rows."""
-        if rows <= WIDE_ROWS or not self.wide:
-            return Tiles(min(max(power_of_two(rows), ROW_TILE), MOST_TOGETHER[self.cut.swap]), self.cut)
-        for tiles in self.wide:
-            programs = -(-rows // tiles.rows) * -(-self.outs // tiles.cut.tile)
-            if programs >= LEAST_PROGRAMS:
-                return replace(tiles, joined=True)
-            if programs * self.cut.parts >= LEAST_PROGRAMS and rows <= MOST_SPLIT_ROWS:
-                return tiles
-        return replace(self.wide[-1], joined=True)
-
-    def operands(self, x: Tensor, tiles: Tiles, pair: bool = False) -> tuple[Any, Any]:
-        """Return x and the weight as a kernel reads them; `pair`: a tile has two pieces of the weight."""
-        if not tiles.boxed:
-            return x, self.weight
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        columns, step = tiles.cut.tile // 2 if pair else tiles.cut.tile, tiles.cut.step
-        return (
-            TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [tiles.rows, step]),
-            TensorDescriptor(self.weight, [self.outs, self.ins], [self.ins, 1], [columns, step]),
-        )
-
-    def how(self, rows: int, early: bool, chunks: bool = False) -> dict[str, Any]:
-        """Return the kernel's constants; EVEN and FULL say that no mask is needed."""
-        tiles = self.tiles(rows)
-        cut, together = tiles.cut, tiles.rows
-        shape = {"ROWS": together, "TILE": cut.tile, "STEP": cut.step, "PARTS": self.cut.parts, "SWAP": cut.swap}
-        unit = self.cut.step if self.cut.parts > 1 else cut.step
-        shape |= {"STORED": BITS[self.stored], "UNIT": unit, "CHUNKS": chunks}
-        shape |= {"BOXED": tiles.boxed, "JOINED": tiles.joined}
-        shape |= {"EVEN": self.ins % cut.step == 0, "FULL": self.outs % cut.tile == 0, "EARLY": early}
-        stages = min(cut.stages, FAST_MEMORY // (cut.step * (cut.tile * self.weight.element_size() + together * 2)))
-        return {**shape, "num_warps": cut.warps, "num_stages": stages, "enable_fp_fusion": False, **launch(early)}
-
-    def grid(self, rows: int, outs: int | None = None) -> tuple[int, int]:
-        """Return the numbers of row tiles and column tiles; `outs`: the outputs, if two columns make one."""
-        tiles = self.tiles(rows)
-        columns = tiles.cut.tile if outs is None else tiles.cut.tile * outs // self.outs
-        return -(-rows // tiles.rows), -(-(self.outs if outs is None else outs) // columns)
-
-    def parts(self, rows: int) -> int:
-        """Return how many programs share the inputs of a tile."""
-        return 1 if self.tiles(rows).joined else self.cut.parts
+FUSED_HEADS = (64, 128)  # sizes of heads that a tile of a product holds, so that it turns them itself
+TURNED_HEADS = (256,)  # sizes of heads that a kernel of their own turns
 
 
 class KernelStep(GpuStep):
@@ -219,24 +61,30 @@ class KernelStep(GpuStep):
     def __init__(self, decoder: Decoder, memory: Memory) -> None:
         # the small functions are not used here, and compiled ones take seconds to import
         super().__init__(decoder, memory, small=PLAIN_FUNCTIONS)
-        from specbranch.models.gpu import product_kernels
+        from specbranch.models.gpu import family_kernels, product_kernels
 
-        self._kernels = product_kernels
+        self._kernels, self._family_kernels = product_kernels, family_kernels
         arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
         self._early = begins_early(device)
+        self._fused = arch.head_dim in FUSED_HEADS
         self._products = [
-            {name: product_of(name, getattr(layer, name), arch) for name in PRODUCT_NAMES} for layer in decoder.layers
+            {name: product_of(self._purpose(name), linear, arch) for name, linear in linears_of(layer).items()}
+            for layer in decoder.layers
         ]
+        self._experts = [None if one.experts is None else expert_products(one.experts, arch) for one in decoder.layers]
         self._head = product_of("head", decoder.head, arch)
         self.takes_chunks = all(product.wide for products in self._products for product in products.values())
         most = MOST_TOTAL_ROWS if self.takes_chunks else MOST_STEP_ROWS
         wide = arch.heads * arch.head_dim
         self._stream, self._scaled = torch.zeros(2, most, arch.hidden, device=device, dtype=dtype)
         self._queries, self._attended = torch.zeros(2, most, wide, device=device, dtype=dtype)
-        self._gated = torch.zeros(most, arch.intermediate, device=device, dtype=dtype)
+        dense = any("down" in products for products in self._products)
+        self._gated = torch.zeros(most, arch.intermediate if dense else 0, device=device, dtype=dtype)
         self._no_counts = torch.zeros(1, dtype=torch.int32, device=device)
-        cuts = {name: self._products[0][name].cut for name in ("out", "down")}
-        self._norms = {name: power_of_two(-(-arch.hidden // cut.tile)) for name, cut in cuts.items()}
+        cuts = {name: one[name].cut for name in ("out", "down") for one in reversed(self._products) if name in one}
+        self._norms = {
+            name: power_of_two(-(-arch.hidden // cuts[name].tile)) if name in cuts else 1 for name in ("out", "down")
+        }
         self._squares = {name: torch.zeros(most, count, device=device) for name, count in self._norms.items()}
         widest = -(-arch.hidden // WIDEST["out"]) * WIDEST["out"]
         self._parts = torch.zeros(MOST_STEP_ROWS * widest * max(cut.parts for cut in cuts.values()), device=device)
@@ -244,6 +92,21 @@ class KernelStep(GpuStep):
             MOST_STEP_ROWS // ROW_TILE * max(-(-arch.hidden // cut.tile) for cut in cuts.values()), device=device
         ).int()
         self._scored: dict[int, Tensor] = {}  # by rows
+        self._make_further(most)
+
+    def _make_further(self, most: int) -> None:
+        """Make what Llama's layers do not need: heads before they are turned, changes before a norm, experts."""
+        arch, memory = self.decoder.arch, self.memory.data
+        outs = (arch.heads + 2 * arch.kv_heads) * arch.head_dim
+        self._raw = memory.new_zeros(0 if self._fused else most, outs)
+        after = any(residual.after for layer in self.decoder.layers for residual in layer.form)
+        self._changes = torch.zeros(most if after else 0, arch.hidden, device=memory.device)
+        form = next((found for layer in self.decoder.layers if (found := experts_of(layer.form))), None)
+        spare = (memory.shape[0] - 1) * PAGE
+        self._mixture = None if form is None else Mixture(form, arch, most, spare, memory, self._early)
+
+    def _purpose(self, name: str) -> str:
+        return "raw" if name == "qkv" and not self._fused else name
 
     def pin(self) -> None:
         """Do nothing: no sum depends on the size of a step."""
@@ -258,24 +121,40 @@ class KernelStep(GpuStep):
         taps = self.features.fuse.taps if self.features is not None else ()
         stream = dict[int, Tensor]()
         self._embed(step, total)
-        for index, (layer, products) in enumerate(zip(decoder.layers, self._products, strict=True)):
+        for index, layer in enumerate(decoder.layers):
             if tapped and index >= untapped:
                 seen.append(self._stream[:rows].clone())
             if index in taps:
                 stream[index] = self._stream[:total].clone()
             count = total if index + 1 < layers or layers in taps else rows
-            attended = self._attend(index, products["qkv"], step, total, count)
-            self._add("out", products["out"], attended, layer.mlp_norm, step, count)
-            self._gate(products["gate_up"], step, count)
-            self._add("down", products["down"], self._gated, self._next_norms[index][-1], step, count)
+            for residual, norm in zip(layer.form, self._next_norms[index], strict=True):
+                self._run(index, residual, norm, step, count)
         if self.features is not None:
             stream[layers] = self._stream[:total]
             self.features.write(step.slots.long(), [stream[tap] for tap in taps])
         logits = self._score(rows)
         if not tapped:
             return logits, None
-        last = rms_norm(self._stream[:rows], (decoder.arch.hidden,), decoder.norm, decoder.arch.rms_eps)
+        last = normed(self._stream[:rows], decoder.norm, decoder.arch.rms_eps)
         return logits, torch.cat((*seen, last), -1)
+
+    def _run(self, index: int, residual: Residual, norm: Tensor, step: Views, rows: int) -> None:
+        """Run one operation for `rows` rows, and write their input to the next one, which `norm` multiplies."""
+        operation, products = residual.operation, self._products[index]
+        after = None if residual.after is None else self.decoder.layers[index].norm(residual.after)
+        if isinstance(operation, Experts):
+            self._mix(index, operation, after, norm, step, rows)
+            return
+        if isinstance(operation, Attention):
+            name, x = "out", self._attend(index, operation, step, rows)
+        else:
+            self._gate(products["gate_up"], operation.activation, step, rows)
+            name, x = "down", self._gated
+        if after is None:
+            self._add(name, products[name], x, norm, step, rows)
+            return
+        self._add(name, products[name], x, norm, step, rows, self._changes)
+        self._settle(name, self._changes, None, 1, after, norm, rows)
 
     def _embed(self, step: Views, rows: int) -> None:
         arch, norm, memory = self.decoder.arch, self.decoder.layers[0].attention_norm, self.memory.data
@@ -287,46 +166,90 @@ class KernelStep(GpuStep):
             step.tokens, self.picks, counts, moves, self.decoder.embedding, norm, self._stream, self._scaled,
             self._squares["down"], memory, rows, arch.hidden, moves.stride(0), memory.stride(0),
             WIDTH=power_of_two(arch.hidden), NORMS=self._norms["down"], PIECE=power_of_two(side), SIDE=side, PAGE=PAGE,
-            DIM=arch.head_dim, EARLY=self._early, num_warps=8, **launch(self._early),
+            DIM=arch.head_dim, SCALE=self.decoder.embedding_scale, EARLY=self._early, num_warps=8,
+            **launch(self._early),
         )  # fmt: skip
 
-    def _attend(self, index: int, product: Product, step: Views, rows: int, count: int) -> Tensor:
+    def _attend(self, index: int, attention: Attention, step: Views, count: int) -> Tensor:
         """Write keys and values of all rows, and attend from the first `count` of them."""
-        arch, (keys, values) = self.decoder.arch, self._sides[index]
+        rows, (keys, values) = len(step.tokens), self._sides[index]
+        (self._turn if self._fused else self._turn_apart)(index, attention, step, keys, values)
+        queries = self._queries[:rows].view(rows, self.decoder.arch.heads, self.decoder.arch.head_dim)
+        attended: Tensor = self._attended
+        if attention.is_plain:
+            self.attend(queries, keys, values, step, attended, count < rows)
+        else:
+            sinks = self.decoder.layers[index].sinks
+            self.attend(queries, keys, values, step, attended, count < rows, attention, sinks)
+        return attended
+
+    def _turn(self, index: int, attention: Attention, step: Views, keys: Tensor, values: Tensor) -> None:
+        """Compute queries, keys and values of all rows, and write them where they belong."""
+        arch, product, rows = self.decoder.arch, self._products[index]["qkv"], len(step.tokens)
         norm = self.decoder.layers[index].qk_norm
         x, weight = product.operands(self._scaled, product.tiles(rows))
         self._kernels.qkv[product.grid(rows)](
-            x, weight, *product.tensors(), self._squares["down"], _or(norm, product.weight), self.decoder.cos,
-            self.decoder.sin, step.positions, step.slots, self._counts(step), self._queries, keys, values,
-            keys.stride(0), arch.rms_eps, rows, arch.hidden, HEADS=arch.heads, KV_HEADS=arch.kv_heads,
+            x, weight, *product.tensors(), self._squares["down"], given_or(norm, product.weight),
+            *self.decoder.tables[attention.table], step.positions, step.slots, self._counts(step), self._queries, keys,
+            values, keys.stride(0), arch.rms_eps, rows, arch.hidden, HEADS=arch.heads, KV_HEADS=arch.kv_heads,
             DIM=arch.head_dim, PAGE=PAGE, BIASED=product.bias is not None, NORMED=norm is not None,
             NORMS=self._norms["down"], **product.how(rows, self._early, step.tiles is not None),
         )  # fmt: skip
-        queries = self._queries[:rows].view(rows, arch.heads, arch.head_dim)
-        attended: Tensor = self._attended
-        self.attend(queries, keys, values, step, attended, count < rows)
-        return attended
 
-    def _add(self, name: str, product: Product, x: Tensor, norm: Tensor, step: Views, rows: int) -> None:
+    def _turn_apart(self, index: int, attention: Attention, step: Views, keys: Tensor, values: Tensor) -> None:
+        """Do as `_turn` in two kernels: the product, then each head of each row."""
+        arch, product, rows = self.decoder.arch, self._products[index]["qkv"], len(step.tokens)
+        self._normed_product(product, self._raw, step, rows)
+        self._family_kernels.turn[(rows, arch.heads + 2 * arch.kv_heads)](
+            self._raw, self.decoder.layers[index].qk_norm, *self.decoder.tables[attention.table], step.positions,
+            step.slots, self._queries, keys, values, keys.stride(0), arch.rms_eps, HEADS=arch.heads,
+            KV_HEADS=arch.kv_heads, DIM=arch.head_dim, HALF=power_of_two(arch.head_dim // 2), PAGE=PAGE,
+            EARLY=self._early, num_warps=1, **launch(self._early),
+        )  # fmt: skip
+
+    def _add(
+        self, name: str, product: Product, x: Tensor, norm: Tensor, step: Views, rows: int, into: Tensor | None = None
+    ) -> None:
+        """Add a product to the residual stream, or store it in `into`."""
         of_x, weight = product.operands(x, product.tiles(rows))
         self._kernels.added[(*product.grid(rows), product.parts(rows))](
-            of_x, weight, *product.tensors(), self._stream, self._scaled, norm, self._squares[name], self._parts,
-            self._arrived, self._counts(step), rows, product.outs, product.ins, BIASED=product.bias is not None,
-            NORMS=self._norms[name], NORM_TILE=product.cut.tile,
+            of_x, weight, *product.tensors(), given_or(into, self._stream), self._scaled, norm, self._squares[name],
+            self._parts, self._arrived, self._counts(step), rows, product.outs, product.ins,
+            BIASED=product.bias is not None, ONTO=into is None, NORMS=self._norms[name], NORM_TILE=product.cut.tile,
             **product.how(rows, self._early, step.tiles is not None),
         )  # fmt: skip
 
-    def _gate(self, product: Product, step: Views, rows: int) -> None:
+    def _gate(self, product: Product, activation: Activation, step: Views, rows: int) -> None:
         outs = product.outs // 2
         x, weight = product.operands(self._scaled, product.tiles(rows), pair=True)
         self._kernels.gated[product.grid(rows, outs)](
             x, weight, *product.tensors(), self._squares["out"], self._gated, self._counts(step),
             self.decoder.arch.rms_eps, rows, outs, product.ins, BIASED=product.bias is not None,
-            NORMS=self._norms["out"], **product.how(rows, self._early, step.tiles is not None),
+            ACTIVATION=ACTIVATIONS[activation], NORMS=self._norms["out"],
+            **product.how(rows, self._early, step.tiles is not None),
+        )  # fmt: skip
+
+    def _mix(self, index: int, form: Experts, after: Tensor | None, norm: Tensor, step: Views, rows: int) -> None:
+        """Add the outputs of the chosen experts to the residual stream."""
+        mixture, products = self._mixture, self._experts[index]
+        assert mixture is not None and products is not None
+        counts = self._counts(step)
+        mixture.run(products, self._scaled, self._squares["out"], self._norms["out"], step, counts, rows)
+        self._settle("down", mixture.changes, mixture.ids, form.active, after, norm, rows)
+
+    def _settle(
+        self, name: str, changes: Tensor, ids: Tensor | None, active: int, after: Tensor | None, norm: Tensor, rows: int
+    ) -> None:
+        """Add changes to the residual stream, through the norm `after` if there is one."""
+        arch = self.decoder.arch
+        self._family_kernels.settle[(rows,)](
+            changes, ids, self._stream, self._scaled, after, norm, self._squares[name], arch.rms_eps, arch.hidden,
+            ACTIVE=active, WIDTH=power_of_two(arch.hidden), NORMS=self._norms[name], EARLY=self._early, num_warps=8,
+            **launch(self._early),
         )  # fmt: skip
 
     def _counts(self, step: Views) -> Tensor:
-        return _or(step.counts, self._no_counts)
+        return given_or(step.counts, self._no_counts)
 
     def _score(self, rows: int) -> Tensor:
         product = self._head
@@ -337,99 +260,69 @@ class KernelStep(GpuStep):
         out, (_, scale) = self._scored[rows], product.tensors()
         x, weight = product.operands(self._scaled, product.tiles(rows))
         self._kernels.scored[product.grid(rows)](
-            x, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs,
-            product.ins, NORMS=self._norms["down"], **product.how(rows, self._early),
+            x, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs, product.ins,
+            SOFTCAP=self.decoder.arch.logit_softcap or 0.0, NORMS=self._norms["down"],
+            **product.how(rows, self._early),
         )  # fmt: skip
         return out
 
-
-def product_of(name: str, linear: Linear, arch: Architecture) -> Product:
-    """Make a matrix ready for the kernels."""
-    assert isinstance(linear, (PlainLinear, StoredLinear))
-    weight, scale = linear.weight, linear.scale if isinstance(linear, StoredLinear) else None
-    stored, group = _form(linear)
-    outs, ins = weight.shape[0], weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
-    if isinstance(linear, StoredLinear) and linear.scale.dim() > 1:
-        scale = _by_group(linear.matrix)
-    hopper = weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device)[0] == 9
-    cut = cut_of(name, outs, ins, stored, hopper)
-    if BITS[stored] in BY_STEP:
-        cut = replace(cut, step=group)
-    if name == "qkv" and arch.qk_norm:
-        cut = Cut(arch.head_dim, cut.step, swap=cut.swap)  # a norm is over a whole head
-    wide = wide_tiles(name, cut, arch.head_dim) if hopper and stored == "plain" else ()
-    return Product(weight, linear.bias, scale, outs, ins, cut, wide, stored)
+    def _normed_product(self, product: Product, out: Tensor, step: Views, rows: int) -> None:
+        """Multiply normed rows, and store the product."""
+        x, weight = product.operands(self._scaled, product.tiles(rows))
+        self._kernels.scored[product.grid(rows)](
+            x, weight, product.tensors()[1], self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs,
+            product.ins, bias=product.bias, counts=self._counts(step), NORMS=self._norms["down"],
+            **product.how(rows, self._early, step.tiles is not None),
+        )  # fmt: skip
 
 
-def wide_tiles(name: str, cut: Cut, head_dim: int) -> tuple[Tiles, ...]:
-    """Return the tilings of a product for many rows: multiples of its cut's tile; for qkv, whole heads.
-
-    A split-K part has whole loop steps of each of them.
-    """
-    least, most = (head_dim, head_dim) if name == "qkv" else (cut.tile, WIDEST.get(name, 256))
-    return tuple(
-        tiles
-        for tiles in WIDE_TILES
-        if least <= tiles.cut.tile <= most and (cut.parts == 1 or not cut.step % tiles.cut.step)
-    )
+def linears_of(layer: Layer) -> dict[str, Linear]:
+    """Return the matrices of a layer by name, without those of experts."""
+    found = {name: getattr(layer, name) for name in PRODUCT_NAMES}
+    return {name: linear for name, linear in found.items() if linear is not None}
 
 
 def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
-    """True if the kernels support this model: plain layers in half precision, known matrices and head sizes, Triton."""
-    if not decoder.plain:
-        return False
+    """True if the kernels support this model: half precision, known matrices and sizes, and attention by Triton."""
     arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
-    linears = [decoder.head, *(getattr(layer, name) for layer in decoder.layers for name in PRODUCT_NAMES)]
+    heads = FUSED_HEADS if decoder.plain else (*FUSED_HEADS, *TURNED_HEADS)
     suits = (
         dtype in (torch.bfloat16, torch.float16)
-        and arch.head_dim in (64, 128)
+        and arch.head_dim in heads
         and arch.hidden % 64 == 0 == arch.intermediate % 64
+        and isinstance(decoder.embedding, Tensor)
+        and all(_takes_form(layer.form) for layer in decoder.layers)
     )
-    known = all(map(_known, linears))
-    alike = (
-        all(len({_alike(getattr(layer, name)) for layer in decoder.layers}) == 1 for name in PRODUCT_NAMES)
-        if known
-        else False
-    )
-    return suits and alike and triton_works(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
+    if not suits or not _matrices_fit(decoder):
+        return False
+    forms = {replace(attention_of(layer.form), table=0) for layer in decoder.layers}
+    return all(triton_works(device, dtype, arch.heads, arch.kv_heads, arch.head_dim, form) for form in forms)
 
 
-def _known(linear: Linear) -> bool:
-    """True if the kernels multiply by this matrix."""
-    if isinstance(linear, StoredLinear):
-        found = linear.matrix
-        plain_zeros = found.zero is None or found.packed
-        fits = found.stored in BITS and (linear.scale.dim() == 1 or found.group in INT4_GROUPS)
-        return fits and plain_zeros and found.order is None and linear.weight.is_contiguous()
-    return isinstance(linear, PlainLinear) and linear.weight.is_contiguous()
+def _takes_form(form: LayerForm) -> bool:
+    """True if this step computes all that a layer says; a field that it does not know would be left out."""
+    attention = computed_by_kernels(attention_of(form))
+    return form == layer_form(attention, _mlp_of(form), norms_after=form[0].after is not None)
+
+
+def _mlp_of(form: LayerForm) -> GatedMlp | Experts:
+    operation = form[1].operation
+    assert not isinstance(operation, Attention)
+    return operation
+
+
+def _matrices_fit(decoder: Decoder) -> bool:
+    """True if the kernels multiply by all matrices, and those of one name are stored alike in all layers."""
+    linears: list[dict[str, Any]] = [linears_of(layer) for layer in decoder.layers]
+    if not all(takes_matrix(linear) for linear in (decoder.head, *(one for some in linears for one in some.values()))):
+        return False
+    experts = [layer.experts for layer in decoder.layers if layer.experts is not None]
+    if not all(takes_experts(one) for one in experts):
+        return False
+    kinds: Iterable[set[Any]] = ({alike_in(some[name]) for some in linears if name in some} for name in PRODUCT_NAMES)
+    return all(len(found) <= 1 for found in kinds)
 
 
 def step_of(decoder: Decoder, memory: Memory) -> GpuStep:
     """Return the step of a model: by Triton kernels if they support it, else in torch."""
     return KernelStep(decoder, memory) if kernels_fit(decoder, memory) else GpuStep(decoder, memory)
-
-
-def _form(linear: PlainLinear | StoredLinear) -> tuple[Stored, int]:
-    """Return how a matrix is stored, and how many inputs share a scale."""
-    if isinstance(linear, PlainLinear):
-        return "plain", 0
-    if linear.matrix.zero is not None:
-        return "int4-zeros", linear.matrix.group
-    return next(kind for kind in BITS if kind == linear.matrix.stored), linear.matrix.group
-
-
-def _by_group(matrix: Matrix) -> Tensor:
-    """Return scales [groups, outputs], as a loop step reads one group of all its outputs, and zeros behind them."""
-    assert matrix.scale is not None
-    if matrix.zero is None:
-        return matrix.scale.t().contiguous()
-    return torch.cat((matrix.scale.t(), matrix.zero.t().float() - ZERO))
-
-
-def _alike(linear: PlainLinear | StoredLinear) -> tuple[torch.dtype, Stored, int]:
-    """Return what must be the same of a product in all layers."""
-    return linear.weight.dtype, *_form(linear)
-
-
-def _or(given: Tensor | None, other: Tensor) -> Tensor:
-    return other if given is None else given

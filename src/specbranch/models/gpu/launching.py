@@ -82,7 +82,7 @@ class StepLauncher:
         self.transfer, self.graphs, self.stream, self.spare = transfer, graphs, stream, spare
         self._memory, self._sequences, self._host = memory, sequences, host
         self.device, self._arch, self._itemsize = decoder.norm.device, decoder.arch, decoder.dtype.itemsize
-        self._tile_rows = chunk_tile_rows(self._arch.heads // self._arch.kv_heads)
+        self._tile_rows = chunk_tile_rows(self._arch.heads // self._arch.kv_heads, self._arch.head_dim)
         # pending moves: sequence, KV slots of the pool, and the lowest slot of the sequence that is written
         self.moves: list[tuple[int, np.ndarray, int]] = []
         self.launches = 0  # of steps; a step's results are valid until the next one is launched

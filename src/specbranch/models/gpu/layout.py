@@ -37,8 +37,9 @@ PER_ROW = 5  # the same and those of sampled rows: shared, own_count
 # sections, by number
 ROWS_SECTION, CHOICE_SECTION, GROUPS_SECTION, OWN_SECTION, COUNTS_SECTION, MOVES_SECTION, TILES_SECTION = range(7)
 # entries of the section of counts: moves; depth of the deepest row; most shared positions of a sampled row; rows in
-# use, with padding of sampled rows and with rows of prompts; sampled rows without padding; length of the longest prompt
-MOVED_COUNT, DEPTH_COUNT, SHARED_COUNT, USED_COUNT, SAMPLED_COUNT, LONGEST_COUNT = range(6)
+# use, with padding of sampled rows and with rows of prompts; sampled rows without padding; length of the longest
+# prompt; 1 in a step that is timed: its padding reads as many experts as real rows would
+MOVED_COUNT, DEPTH_COUNT, SHARED_COUNT, USED_COUNT, SAMPLED_COUNT, LONGEST_COUNT, SPREAD_COUNT = range(7)
 SHIFT = PAGE.bit_length() - 1
 ROOT_ROW, NO_ROW = -1, -2  # values of `said`: the row is a root, the row can never be accepted
 ONE = int(np.float32(1.0).view(np.int32))

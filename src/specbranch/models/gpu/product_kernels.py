@@ -15,6 +15,10 @@ descriptors, whose boxes the memory unit of a Hopper GPU copies by itself (TMA);
 step of a product's tiling for few rows: split-K parts begin at multiples of it with every tiling. Buffers have whole
 tiles of rows: padding rows are computed, too, and nobody reads them. If kernels may start early (EARLY), each waits for
 the end of the one before it before it reads anything. It lets the next one start when it has read all it needs.
+
+What families add to Llama's layer is decided by further constants: ACTIVATION of a gate (0 silu, 1 gelu by tanh, 2
+gpt-oss' bounded gate), ONTO (a product is added to the residual stream, or stored apart), SCALE of embeddings, SOFTCAP
+of logits, and a bias of `scored`.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -239,6 +243,19 @@ def _root(squares, first, K, eps, ROWS: tl.constexpr, NORMS: tl.constexpr):
 
 
 @triton.jit
+def activated(gate, up, ACTIVATION: tl.constexpr):
+    """Return the activation of gates, times ups."""
+    if ACTIVATION == 1:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(2.0 * inner) * up
+    if ACTIVATION == 2:
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
 def _halves(acc, ROWS: tl.constexpr, TILE: tl.constexpr):
     """Return the first and the second half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, TILE // 2)), (0, 2, 1)))
@@ -247,7 +264,7 @@ def _halves(acc, ROWS: tl.constexpr, TILE: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def embed(tokens, picks, counts, moves, table, norm, stream, scaled, squares, memory, rows, H, per, page_stride,
           WIDTH: tl.constexpr, NORMS: tl.constexpr, PIECE: tl.constexpr, SIDE: tl.constexpr, PAGE: tl.constexpr,
-          DIM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+          DIM: tl.constexpr, EARLY: tl.constexpr, SCALE: tl.constexpr = None):  # fmt: skip
     """Write a row's embedding to the residual stream; a negative token stands for one that the last step sampled.
 
     Programs beyond the rows move KV slots after a verdict, each in one layer's keys or values.
@@ -262,6 +279,8 @@ def embed(tokens, picks, counts, moves, table, norm, stream, scaled, squares, me
         if token < 0:
             token = tl.load(picks - 1 - token)
         x = tl.load(table + token.to(tl.int64) * H + c, mask=c < H, other=0.0)
+        if SCALE is not None:
+            x = (x.to(tl.float32) * SCALE).to(x.dtype)
         wide = x.to(tl.float32)
         tl.store(stream + row * H + c, x, mask=c < H)
         by = tl.load(norm + c, mask=c < H, other=0.0).to(tl.float32)
@@ -345,11 +364,11 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, count
 
 @triton.jit(do_not_specialize=["rows"])
 def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, counts, rows, N, K,
-          BIASED: tl.constexpr, NORMS: tl.constexpr, NORM_TILE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-          STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
-          STORED: tl.constexpr, BOXED: tl.constexpr, UNIT: tl.constexpr, JOINED: tl.constexpr, CHUNKS: tl.constexpr,
-          EARLY: tl.constexpr):  # fmt: skip
-    """Add a product to the residual stream.
+          BIASED: tl.constexpr, NORMS: tl.constexpr, NORM_TILE: tl.constexpr, ROWS: tl.constexpr,
+          TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+          FULL: tl.constexpr, STORED: tl.constexpr, BOXED: tl.constexpr, UNIT: tl.constexpr, JOINED: tl.constexpr,
+          CHUNKS: tl.constexpr, EARLY: tl.constexpr, ONTO: tl.constexpr = True):  # fmt: skip
+    """Add a product to the residual stream; without ONTO, store it in the stream's place.
 
     Of several split-K parts, the last program to arrive adds them in order; with JOINED, one program computes them one
     after the other. Squares are summed over NORM_TILE columns at a time, for any width of a tile.
@@ -366,8 +385,9 @@ def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, count
     r = first + tl.arange(0, ROWS)
     kept = (r < rows)[:, None] & there[None, :]
     at = r[:, None] * N + columns[None, :]
-    before = tl.load(stream + at, mask=kept, other=0.0).to(tl.float32)
-    by = tl.load(norm + columns, mask=there, other=0.0).to(tl.float32)
+    if ONTO:
+        before = tl.load(stream + at, mask=kept, other=0.0).to(tl.float32)
+        by = tl.load(norm + columns, mask=there, other=0.0).to(tl.float32)
     part = tl.program_id(2)
     if BOXED:
         acc = _boxed_product(x, w, first, tile * TILE, K, part, ROWS, TILE, STEP, PARTS, UNIT, SWAP)
@@ -395,30 +415,33 @@ def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, count
     if done:
         if BIASED:
             acc += tl.load(bias + columns, mask=there, other=0.0).to(tl.float32)[None, :]
-        new = (before + acc).to(stream.dtype.element_ty)
-        wide = tl.where(kept, new.to(tl.float32), 0.0)
-        tl.store(stream + at, new, mask=kept)
-        tl.store(scaled + at, (wide * by[None, :]).to(scaled.dtype.element_ty), mask=kept)
-        SUMS: tl.constexpr = TILE // NORM_TILE
-        if SUMS == 1:
-            tl.store(squares + r * NORMS + tile, _summed(wide * wide, TILE), mask=r < rows)
+        if ONTO:
+            new = (before + acc).to(stream.dtype.element_ty)
+            wide = tl.where(kept, new.to(tl.float32), 0.0)
+            tl.store(stream + at, new, mask=kept)
+            tl.store(scaled + at, (wide * by[None, :]).to(scaled.dtype.element_ty), mask=kept)
+            SUMS: tl.constexpr = TILE // NORM_TILE
+            if SUMS == 1:
+                tl.store(squares + r * NORMS + tile, _summed(wide * wide, TILE), mask=r < rows)
+            else:
+                of_tiles = _summed(tl.reshape(wide * wide, (ROWS * SUMS, NORM_TILE)), NORM_TILE)
+                n = tile * SUMS + tl.arange(0, SUMS)
+                tl.store(
+                    squares + r[:, None] * NORMS + n[None, :],
+                    tl.reshape(of_tiles, (ROWS, SUMS)),
+                    mask=(r < rows)[:, None] & (n < NORMS)[None, :],
+                )
         else:
-            of_tiles = _summed(tl.reshape(wide * wide, (ROWS * SUMS, NORM_TILE)), NORM_TILE)
-            n = tile * SUMS + tl.arange(0, SUMS)
-            tl.store(
-                squares + r[:, None] * NORMS + n[None, :],
-                tl.reshape(of_tiles, (ROWS, SUMS)),
-                mask=(r < rows)[:, None] & (n < NORMS)[None, :],
-            )
+            tl.store(stream + at, acc.to(stream.dtype.element_ty), mask=kept)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def gated(x, w, bias, scale, squares, out, counts, eps, rows, N, K,
-          BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-          PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
-          BOXED: tl.constexpr, UNIT: tl.constexpr, JOINED: tl.constexpr, CHUNKS: tl.constexpr,
-          EARLY: tl.constexpr):  # fmt: skip
-    """Compute silu(gate)·up of some rows; a tile has as many columns of gate as of up."""
+          BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+          STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
+          STORED: tl.constexpr, BOXED: tl.constexpr, UNIT: tl.constexpr, JOINED: tl.constexpr, CHUNKS: tl.constexpr,
+          EARLY: tl.constexpr, ACTIVATION: tl.constexpr = 0):  # fmt: skip
+    """Compute activation(gate)·up of some rows; a tile has as many columns of gate as of up."""
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
@@ -454,7 +477,7 @@ def gated(x, w, bias, scale, squares, out, counts, eps, rows, N, K,
     r = first + tl.arange(0, ROWS)
     tl.store(
         out + r[:, None] * N + c[None, :],
-        (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty),
+        activated(gate, up, ACTIVATION).to(out.dtype.element_ty),
         mask=(r < rows)[:, None] & (c < N)[None, :],
     )
 
@@ -463,11 +486,15 @@ def gated(x, w, bias, scale, squares, out, counts, eps, rows, N, K,
 def scored(x, w, scale, squares, out, eps, rows, N, K,
            NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
            SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, BOXED: tl.constexpr,
-           UNIT: tl.constexpr, JOINED: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Compute the logits of some rows, in float32."""
+           UNIT: tl.constexpr, JOINED: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr, bias=None, counts=None,
+           SOFTCAP: tl.constexpr = 0.0):  # fmt: skip
+    """Compute the logits of some rows, or another product of normed rows, in the type of `out`."""
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
+    if CHUNKS:  # noqa: SIM102 – the outer one is decided by the compiler
+        if first >= tl.load(counts + USED_COUNT):
+            return
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     root = _root(squares, first, K, eps, ROWS, NORMS)  # these loads start before the long loop
     if BOXED:
@@ -481,6 +508,10 @@ def scored(x, w, scale, squares, out, eps, rows, N, K,
             )
             * root
         )
+    if bias is not None:
+        acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    if SOFTCAP > 0.0:
+        acc = (1.0 - 2.0 / (tl.exp(acc * (2.0 / SOFTCAP)) + 1.0)) * SOFTCAP
     r = first + tl.arange(0, ROWS)
     tl.store(
         out + r[:, None].to(tl.int64) * N + columns[None, :], acc, mask=(r < rows)[:, None] & (columns < N)[None, :]

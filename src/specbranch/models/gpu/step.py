@@ -21,16 +21,17 @@ from torch import Tensor
 
 from specbranch.core.pages import PAGE
 from specbranch.models.cache.kv_memory import Memory
-from specbranch.models.families.operations import Attention, Experts, GatedMlp
+from specbranch.models.families.operations import Attention, Experts, GatedMlp, attention_of
 from specbranch.models.forward.arithmetic import normed
 from specbranch.models.forward.decoder import Decoder, Layer
 from specbranch.models.forward.features import FeatureWriter
-from specbranch.models.gpu.attention import Attend, attend_plainly, choose_attend
+from specbranch.models.gpu.attention import Attend, choose_attend
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.compiling import Compilation, Kernel, begin_compilation, ready_kernels
 from specbranch.models.gpu.layout import (
     MOST_STEP_ROWS,
     SMALLEST_BUCKET,
+    SPREAD_COUNT,
     USED_COUNT,
     Bucket,
     Views,
@@ -68,7 +69,8 @@ class GpuStep:
     ) -> None:
         arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
         self.decoder, self.memory = decoder, memory
-        self.attend = attend or choose_attend(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
+        forms = [attention_of(layer.form) for layer in decoder.layers]
+        self.attend = attend or choose_attend(device, dtype, arch.heads, arch.kv_heads, arch.head_dim, forms)
         self._small = small or small_functions(device)
         self._sides = [memory.layer(index) for index in range(arch.layers)]
         self._written = [memory.data[:, index].permute(0, 3, 1, 2, 4) for index in range(arch.layers)]
@@ -127,7 +129,7 @@ class GpuStep:
         )
         if attention.is_plain:
             return layer.out(self.attend(queries, *self._sides[index], step))
-        return layer.out(attend_plainly(queries, *self._sides[index], step, attention=attention, sinks=layer.sinks))
+        return layer.out(self.attend(queries, *self._sides[index], step, None, False, attention, layer.sinks))
 
     def _run_mlp(self, layer: Layer, operation: GatedMlp | Experts, h: Tensor) -> Tensor:
         if layer.gate_up is None or layer.down is None or operation != GatedMlp():
@@ -424,6 +426,7 @@ class Graphs:
                 step = views(self.input, kind[0], self._most_pages)
                 if step.counts is not None:
                     step.counts[USED_COUNT] = kind[0].total  # otherwise rows of prompts would be left out
+                    step.counts[SPREAD_COUNT] = 1  # and experts
                 begin.record()
                 captured.run()
                 end.record()
