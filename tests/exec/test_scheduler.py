@@ -29,6 +29,7 @@ from specbranch.core.scheduler import Scheduler, Ticket
 from specbranch.core.session import Session
 from specbranch.errors import CacheFull, DeadlinePassed
 from specbranch.exec import process
+from specbranch.exec.child_speed import ChildLimits
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
@@ -99,13 +100,17 @@ def plain_toy(kv_slots: int | None) -> ToyRunner:
     return runner
 
 
+# On a busy machine, a round that goes on without its draft has another text under the ratio rule.
+WAITING = ChildLimits(first=300.0, hung=300.0, grace=60.0, unmeasured=60.0)
+
+
 def executors(kv_slots: int | None, draft_kv_slots: int | None = None) -> dict[str, Callable[[], Executor]]:
     return {
         "serial": lambda: Serial(Verifier(toy(kv_slots=kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
         "plain": lambda: Serial(Verifier(plain_toy(kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
         "plain streams": lambda: Streams(Verifier(plain_toy(kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
-        "plain process": lambda: Process(Verifier(plain_toy(kv_slots)), drafter_recipe(DRIFT)),
-        "process": lambda: Process(Verifier(toy(kv_slots=kv_slots)), drafter_recipe(DRIFT)),
+        "plain process": lambda: Process(Verifier(plain_toy(kv_slots)), drafter_recipe(DRIFT), WAITING),
+        "process": lambda: Process(Verifier(toy(kv_slots=kv_slots)), drafter_recipe(DRIFT), WAITING),
         "streams": lambda: Streams(Verifier(deferred_toy(kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
         "clock": lambda: VirtualClock(
             Verifier(toy(kv_slots=kv_slots)), MeteredDrafter(toy(DRIFT, draft_kv_slots)), toybench.SHARED

@@ -186,7 +186,7 @@ def test_texts_are_those_of_each_session_alone_in_any_mix(
         one, expected = ticket.session, alone(decoders, ticket.session, how)
         assert one.tokens == (expected if one not in cancelled else expected[: len(one.tokens)]), how
         one.stats.check()
-    assert target.verified > 5 and target.pool.free == target.pool.pages
+    assert target.verified and target.pool.free == target.pool.pages
     assert not scheduler.loop._plain._rounds.has_failed
 
 
