@@ -100,11 +100,11 @@ class FeatureDraft:
                 f"{self.name}: by its table {D2T!r} a row of the head stands for token {int(wrong[0])}; the target's "
                 f"ids are 0 to {self.target.vocabulary - 1}. The draft belongs to another target, or is damaged."
             )
-        if len(ids.unique()) < len(ids):
-            values, counts = ids.unique(return_counts=True)
+        values = ids.sort().values
+        if len(twice := values[1:][values.diff() == 0]):
             raise ModelError(
                 f"{self.name}: by its table {D2T!r} two rows of the head stand for token "
-                f"{int(values[counts > 1][0])}. The file is damaged: fetch it again, or make the draft again."
+                f"{int(twice[0])}. The file is damaged: fetch it again, or make the draft again."
             )
         return ids
 

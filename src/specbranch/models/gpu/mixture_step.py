@@ -68,7 +68,8 @@ class MixtureBuffers:
     def __init__(self, form: Experts, hidden: int, most: int, device: torch.device, dtype: torch.dtype) -> None:
         pairs = most * form.active
         self.logits = torch.zeros(most, form.count, device=device, dtype=dtype)
-        self.ids, self.order = torch.zeros(2, pairs, dtype=torch.int32, device=device)
+        self.ids = torch.zeros(pairs, dtype=torch.int32, device=device)
+        self.order = torch.zeros_like(self.ids)
         self.tiles = torch.zeros(most_expert_tiles(most, form), 3, dtype=torch.int32, device=device)
         self.used = torch.zeros(1, dtype=torch.int32, device=device)
         self.weights = torch.zeros(pairs, device=device)

@@ -91,7 +91,7 @@ def _ranks(teacher: Stack, student: Stack, texts: Material, length: int, rows: i
         at = batch.weight.flatten().nonzero().squeeze(-1)
         owner = torch.searchsorted(texts.starts, batch.source.flatten()[at], right=True) - 1
         here = moved(batch, student)
-        both = counted(teacher(here), student(here), batch.weight)
-        for index, position in zip(owner.tolist(), judge(both, student, teacher.head, 3), strict=True):
-            found[index].append(position.rank)
+        both = counted(teacher(here), [student(here)], [batch.weight])
+        for index, position in zip(owner.tolist(), judge(both, student, teacher.head, 3)[0], strict=True):
+            found[index].append(None if position is None else position.rank)
     return dict(sorted(found.items()))

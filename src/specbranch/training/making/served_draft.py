@@ -126,7 +126,8 @@ def learn_from_served(job: ServedJob, fetch: Fetch, watch: Onlooker) -> dict[str
             watch=watch,
             start=start,
         )
-        return _saved(plan, done, texts, before, _agreement(plan, teacher, done.student, texts))
+        assert isinstance(done.student, Stack), "the draft that learned on is a plain one"
+        return _saved(plan, done, done.student, texts, before, _agreement(plan, teacher, done.student, texts))
 
 
 def _plan(job: ServedJob, fetch: Fetch) -> _Plan:
@@ -243,12 +244,12 @@ def _agreement(plan: _Plan, teacher: Stack, student: Stack, texts: _Texts) -> li
 
 
 def _saved(
-    plan: _Plan, done: Trained, texts: _Texts, before: list[KindAgreement], after: list[KindAgreement]
+    plan: _Plan, done: Trained, student: Stack, texts: _Texts, before: list[KindAgreement], after: list[KindAgreement]
 ) -> dict[str, Any]:
     """Write the draft; return its figures."""
     out, info = plan.job.out, plan.found.draft.info
-    layers = [block.weights() for block in done.student.blocks if isinstance(block, TrainedLayer)]
-    weights = DraftWeights(layers, done.student.norm, done.student.head_ids)
+    layers = [block.weights() for block in student.blocks if isinstance(block, TrainedLayer)]
+    weights = DraftWeights(layers, student.norm, student.head_ids)
     figures = {name: round(value, 4) for name, value in done.figures.items()}
     agreement = [_compared(*pair) for pair in zip(before, after, strict=True)]
     provenance = {
