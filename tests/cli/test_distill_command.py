@@ -16,6 +16,7 @@ import torch
 from filelock import FileLock
 from in_process import Command, Done
 
+from specbranch import LLM, SamplingParams
 from specbranch.errors import ModelError
 from specbranch.models.drafts.draft_folder import read_draft
 from specbranch.models.drafts.evaluation_file import read_evaluation
@@ -149,6 +150,20 @@ def test_a_feature_draft_says_what_it_reads_and_how_well_it_drafts_alone(
     assert draft.tensor("fc.weight").shape == (32, 96) and draft.tensor("d2t").shape == (50,)
     assert "hidden states after 0, 1, 2 layers" in (tmp_path / "out" / "README.md").read_text()
     assert read_evaluation(str(tmp_path / "out")) is not None
+    exported = tmp_path / "exported"
+    form = ("--format", "speculators", "--target", pair[0])
+    assert command("export", str(tmp_path / "out"), *form, "--out", str(exported)).code == 0
+    drafted = [drafted_beside(pair[0], folder) for folder in (tmp_path / "out", exported)]
+    assert drafted[0] == drafted[1] and drafted[0][0] > 0
+
+
+def drafted_beside(target: str, draft: Path) -> tuple[int, int]:
+    """The tokens that a draft has proposed and those that were accepted; the text is that of plain decoding."""
+    params = SamplingParams(max_tokens=60, temperature=0.7, seed=3, ignore_eos=True)
+    with LLM(target, str(draft), "speculative", device="cpu", options={"keep_experience": False}) as llm:
+        found = llm.generate("A branch is a guess.", params)
+        assert found.token_ids == llm.using(method="autoregressive").generate("A branch is a guess.", params).token_ids
+    return found.stats["drafted"], found.stats["accepted"]
 
 
 @pytest.mark.parametrize(
