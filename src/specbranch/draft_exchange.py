@@ -33,6 +33,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.process import Process, ReadyDraft
 from specbranch.exec.serial import Serial
 from specbranch.experiences import ExperienceFile
+from specbranch.models.drafts.draft_name import feature_layout
 from specbranch.pairs import draft_path
 
 RESTART = "Start the server, or the LLM, again with the new draft."
@@ -108,6 +109,8 @@ def _check_engine(how: HowLoaded, core: EngineCore) -> None:
         raise BadParameter(
             f"Executor {how.executor!r} cannot exchange its draft; 'serial' and 'process' can. {RESTART}"
         )
+    elif executor.draft is not None and executor.draft.reads_features is not None:
+        raise BadParameter(f"The draft at work reads its target's hidden states and cannot be exchanged. {RESTART}")
     elif torch_device(how.target) != "cpu" or how.options.draft_device not in (None, "cpu"):
         raise BadParameter(
             "The draft works on a GPU in the target's process, where it cannot be exchanged. Use --executor process, "
@@ -121,6 +124,10 @@ def _choice(name: str, how: HowLoaded) -> ModelChoice:
         raise BadParameter(f"{name} is a draft worker; expected the folder or the file of a draft.")
     if not Path(draft_path(name)).exists():
         raise ModelError(f"There is no draft at {name}. Name a folder or a file that the server can read, or a pair.")
+    if feature_layout(draft_path(name)) is not None:
+        raise BadParameter(
+            f"{name} reads its target's hidden states, and a running target does not begin to write them. {RESTART}"
+        )
     chosen = chosen_draft(name, how.target, how.options)
     assert chosen is not None  # it has a name
     fitted = fitted_to_target(chosen, how.target.name)

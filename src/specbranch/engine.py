@@ -416,8 +416,13 @@ def _core(models: LoadedModels, experiences: Experiences, most: int | None) -> E
     table = runner if isinstance(runner, TimesForwards) else None
     loop = Loop(models.parts.executor, costs=experiences.learned, limits=_round_limits(runner, most), table=table)
     weakref.finalize(loop, experiences.write, last=True)  # on the loop, which all views of `using` share
-    weakref.finalize(loop, save_kinds, models.runners)
+    weakref.finalize(loop, _save_kinds_of, models)
     return EngineCore(models, Scheduler(loop), experiences)
+
+
+def _save_kinds_of(models: LoadedModels) -> None:
+    """Save the kinds of steps of the models that are loaded at the end: a draft may have been exchanged."""
+    save_kinds(models.runners)
 
 
 def _round_limits(runner: Runner, most: int | None) -> RoundLimits:

@@ -76,6 +76,7 @@ def test_every_option_has_a_variable(command: Command, monkeypatch: pytest.Monke
             given[name] = "true" if option.is_flag else {click.INT: "7", click.FLOAT: "7.5"}.get(option.type, "auto")
     given |= {"rule": "ratio", "tool-call-parser": "hermes", "reasoning-parser": "none", "method": "specbranch"}
     given |= {"uds-mode": "660", "otlp-traces-endpoint": "http://localhost:4318"}
+    given |= {"keep-text-limit": "1000000"}
     given |= {"warm-up": "lazy", "weights": "int8", "draft-weights": "int8", "dtype": "bfloat16", "cache-dtype": "int8"}
     for name, value in given.items():
         monkeypatch.setenv(VARIABLES + name.upper().replace("-", "_"), value)

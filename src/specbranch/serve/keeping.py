@@ -113,7 +113,13 @@ class KeptFolder:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._file = os.open(self._current, flags, 0o600)
         self._sizes[self._current] = 0
-        self._write(self._head.line())
+        try:
+            self._write(self._head.line())
+        except OSError:  # texts behind no head could not be read
+            with suppress(OSError):
+                self.close_file()
+            self._current.unlink(missing_ok=True)
+            raise
 
     def _write(self, line: bytes) -> None:
         assert self._file is not None
@@ -209,7 +215,7 @@ _NOTHING = KeptText((), ())
 def claimed(path: Path) -> FileLock:
     """Make the folder if it is missing, and lock it; refuse one that others can read, or that a server uses."""
     check_private(path)
-    lock = FileLock(path / "lock", timeout=0, mode=0o600)
+    lock = FileLock(path / "lock", timeout=0, mode=0o600, thread_local=False)  # the writing thread releases it
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock.acquire()

@@ -74,7 +74,7 @@ class ServerSettings:
         if self.keep_text_limit < LEAST_KEPT_BYTES:
             said = f"keep_text_limit is {self.keep_text_limit!r}; expected bytes, at least {LEAST_KEPT_BYTES}."
             raise BadParameter(said)
-        if self.admin_keys is not None and self.admin_keys == self.keys:
+        if self.admin_keys is not None and _are_one_file(self.admin_keys, self.keys):
             raise BadParameter(
                 f"keys and admin_keys are both {self.keys}, so every client could change the server. Make another "
                 "file: specbranch serve --keys FILE --new-key NAME, then --admin-keys FILE."
@@ -91,3 +91,10 @@ class ServerSettings:
 def _check_name(what: str, name: str | None, known: Collection[str]) -> None:
     if name is not None and name not in known:
         raise unknown(what, name, known)
+
+
+def _are_one_file(first: Path, other: Path | None) -> bool:
+    """True if both names are of one file, also by a link."""
+    if other is None:
+        return False
+    return first == other or (first.exists() and other.exists() and first.samefile(other))

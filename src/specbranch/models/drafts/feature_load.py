@@ -55,7 +55,7 @@ def load_feature_draft(
     cache_dtype: str | None = None,
 ) -> FeatureRunner:
     """Load a feature draft, and let its target write features; parameters as for `load_draft`."""
-    where = torch.device(device)
+    where = torch.empty(0, device=device).device  # with its index, as tensors there have it
     precision, stored = resolve_precision(dtype, weights, where)
     beside = _checked(folder, target, target_runner, where, precision)
     found = open_feature_draft(folder, target, beside.architecture)

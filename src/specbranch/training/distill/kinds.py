@@ -16,7 +16,7 @@ import torch
 from specbranch.errors import SpecBranchError
 from specbranch.models.files.architecture import Architecture
 from specbranch.text.tokenizer import Tokenizer
-from specbranch.training.distill.material import Material
+from specbranch.training.distill.material import TEXT_KINDS, Material
 from specbranch.training.distill.model import Stack, counted, judge
 from specbranch.training.distill.openings import Script
 from specbranch.training.distill.teacher import moved
@@ -51,7 +51,9 @@ def agreement_by_kind(
 
 
 def kinds_of(material: Material, tokenizer: Tokenizer, arch: Architecture) -> list[str]:
-    """Return the kind of each conversation that a target wrote, by its opening."""
+    """Return the kind of each conversation that a target wrote: as it was noted, otherwise by its opening."""
+    if material.kinds is not None:
+        return [TEXT_KINDS[kind] for kind in material.kinds.tolist()]
     settings = material.parts[0].get("settings", {})
     length = settings.get("length", arch.context_length)
     try:

@@ -24,7 +24,7 @@ log = logging.getLogger("specbranch")
 
 SERVED_HELD_OUT = 0.15  # share of the prompts that is never trained on
 # Share of the original material in what is trained on. Served texts are few and of few kinds: alone they are learned by
-# heart, and other kinds get worse. See docs/drafts.md for what was measured.
+# heart, and other kinds get worse. Set by reasoning, not measured.
 REPLAY_SHARE = 0.5
 TURN_TOKENS = 4  # of an answer, by which a later turn of its conversation is known
 MOST_REPEATS = 8  # of original material, where it is less than the served texts
@@ -44,7 +44,7 @@ def served_text(folder: Path, vocabulary: str, most: int) -> ServedText:
     texts, others = list[KeptText](), 0
     for head, text in read_kept(folder):
         if head.vocabulary == vocabulary:
-            texts.append(fitted(text.prompt, text.answer, most))
+            texts.append(text)
         else:
             others += 1
     texts = list(dict.fromkeys(reversed(texts)))[::-1]  # of equal ones the newest place counts
@@ -56,6 +56,7 @@ def served_text(folder: Path, vocabulary: str, most: int) -> ServedText:
             f"{folder} holds {len(texts)} texts of this target's tokenizer with {len(set(_roots(texts)))} prompts; "
             "expected two prompts or more. Serve more with --keep-text first."
         )
+    texts = [fitted(text.prompt, text.answer, most) for text in texts]  # cut last: sides go by whole prompts
     sides = ([text for text, out in zip(texts, held_out, strict=True) if out is side] for side in (False, True))
     training, apart = (_material(side, folder) for side in sides)
     return ServedText(training, apart)

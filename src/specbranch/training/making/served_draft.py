@@ -38,13 +38,14 @@ from specbranch.training.distill.start import StartingDraft
 from specbranch.training.distill.train import Trained, train
 from specbranch.training.distill.train_settings import TrainSettings
 from specbranch.training.distill.writer import WritingTarget, load_target, write
-from specbranch.training.making.draft import HELD_OUT, HELD_OUT_LEAST, HELD_OUT_MOST
+from specbranch.training.making.draft import HELD_OUT, HELD_OUT_LEAST, HELD_OUT_MOST, LONG_TEXTS
 from specbranch.training.making.draft_target import target_of
 from specbranch.training.making.writing import Fetch, WritingJob
 
 log = logging.getLogger("specbranch")
 
 LEARNING_SECONDS = 120.0
+SHORT_ROWS = 1024  # tokens of a training row on a CPU
 LEARNING_RATE = 2e-4  # a third of the peak from which a draft starts: what it knows is to stay
 REPLAY_SECONDS, REPLAY_ROWS = 60.0, 256  # defaults of writing, where there is no original material
 MOST_MIXED = {"cpu": 40_000, "cuda": 4_000_000}  # tokens of served texts, and of original ones
@@ -65,7 +66,7 @@ class ServedJob(WritingJob):
     steps: int | None = None
     learning_rate: float = LEARNING_RATE
     rows: int | None = None
-    length: int = 1024
+    length: int | None = None
     checkpoint_seconds: float = 60.0
     seed: int = 0
 
@@ -108,6 +109,7 @@ def learn_from_served(job: ServedJob, fetch: Fetch, watch: Onlooker) -> dict[str
     """Train a draft on with served texts; return its figures, with the agreement by kind before and after."""
     plan = _plan(job, fetch)
     with plan.folder.claimed(resume=True):
+        plan.folder.path.chmod(0o700)  # what users wrote is in there
         _check_note(plan)
         target = load_target(plan.found.target, plan.found.source, job.device_name)
         plan.folder.note()
@@ -149,7 +151,7 @@ def _plan(job: ServedJob, fetch: Fetch) -> _Plan:
         seconds=LEARNING_SECONDS if job.steps is None and job.seconds_training is None else job.seconds_training,
         learning_rate=job.learning_rate,
         rows=job.rows or (4 if job.device_name == "cpu" else 16),
-        length=min(job.length, context),
+        length=min(job.length or (SHORT_ROWS if job.device_name == "cpu" else LONG_TEXTS), context),
         seed=job.seed,
         head_tokens=info.head_tokens,
         checkpoint_seconds=job.checkpoint_seconds,
