@@ -21,7 +21,6 @@ HUGGING_FACE: dict[str, str] = {
     "norm": "model.norm",
     "head": "lm_head",
     "attention_norm": "model.layers.{}.input_layernorm",
-    "hidden_norm": "model.layers.{}.hidden_norm",
     "q": "model.layers.{}.self_attn.q_proj",
     "k": "model.layers.{}.self_attn.k_proj",
     "v": "model.layers.{}.self_attn.v_proj",
@@ -33,6 +32,7 @@ HUGGING_FACE: dict[str, str] = {
     "up": "model.layers.{}.mlp.up_proj",
     "down": "model.layers.{}.mlp.down_proj",
 }
+OF_FEATURE_DRAFTS = {"hidden_norm": "model.layers.{}.hidden_norm"}  # no model has these, and no GGUF file
 GGUF: dict[str, str] = {
     "embedding": "token_embd",
     "norm": "output_norm",
@@ -140,7 +140,7 @@ class Family:
 
     def name_of(self, part: str, in_gguf: bool) -> str:
         """Return a part's name in a file, without its suffix; "{}" stands for the layer."""
-        own, usual = (self.gguf_tensors, GGUF) if in_gguf else (self.tensors, HUGGING_FACE)
+        own, usual = (self.gguf_tensors, GGUF) if in_gguf else (self.tensors, HUGGING_FACE | OF_FEATURE_DRAFTS)
         return own.get(part) or usual[part]
 
 

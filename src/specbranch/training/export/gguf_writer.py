@@ -125,10 +125,7 @@ def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
 def _gguf_names(layers: int) -> dict[str, str]:
     """Return GGUF's name of each tensor by Hugging Face's, both without suffixes."""
     return {
-        name.format(index): GGUF[part].format(index)
-        for part, name in HUGGING_FACE.items()
-        for index in range(layers)
-        if part in GGUF  # feature drafts have parts that GGUF has not
+        name.format(index): GGUF[part].format(index) for part, name in HUGGING_FACE.items() for index in range(layers)
     }
 
 
