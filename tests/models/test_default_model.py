@@ -20,7 +20,6 @@ from specbranch.core.methods import METHODS
 from specbranch.core.request import Request
 from specbranch.lab.recheck.compare import NEAR_LOGITS
 from specbranch.lab.recheck.repeat import margin
-from specbranch.models.cpu.linear import LINEAR_VARIABLE
 
 pytestmark = [pytest.mark.default_model, pytest.mark.slow]
 
@@ -48,14 +47,6 @@ OPENINGS = [
     "It was the best of days; it was the",
 ]
 TOKENS = 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> Iterator[None]:
-    """On a busy machine torch's products may be measured as faster; their bits depend on the number of rows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(LINEAR_VARIABLE, "llvm")
-        yield
 
 
 def long_text(llm: LLM, length: int) -> list[int]:

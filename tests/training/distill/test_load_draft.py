@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from specbranch.exec.messages import Hello
 from specbranch.exec.wire import from_bytes, to_bytes
 from specbranch.models.cpu.block_kernels import BlockLinear
 from specbranch.models.cpu.kernels import load_kernel
-from specbranch.models.cpu.linear import LINEAR_VARIABLE, KernelLinear, PlainLinear
+from specbranch.models.cpu.linear import KernelLinear, PlainLinear
 from specbranch.models.drafts.draft_folder import read_draft
 from specbranch.models.drafts.load import _own_storage, load_draft
 from specbranch.models.files.architecture import Architecture
@@ -52,14 +51,6 @@ OPTIONS = [
 ]
 PROMPT = "A branch is a guess"
 needs_kernel = pytest.mark.skipif(load_kernel("int8") is None, reason="no compiled kernels on this machine")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> Iterator[None]:
-    """On a busy machine torch's products may be measured as faster; their bits depend on the number of rows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(LINEAR_VARIABLE, "llvm")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
-"""Linear layers that are fast from 1 to 16 rows on a CPU: a measurement at load picks the implementation of a shape.
+"""Linear layers that are fast from 1 to 16 rows on a CPU: our kernel where it can be compiled, else torch.
 
 Owns the choice and the callables; `kernels.py` owns the machine code. Invariant: one implementation serves a layer at
 every row count up to `PRODUCT_ROWS`. So with "llvm", and with no other kind, a row has the same bits alone and among
-others. Torch computes calls with more rows (prefill). The compiled step calls the kernels directly, and so keeps the
-invariant at any row count.
+others; that is why the choice is not measured. Torch computes calls with more rows (prefill). The compiled step calls
+the kernels directly, and so keeps the invariant at any row count.
 
 `scripts/measure_linear.py` prints the cost of each kind on this machine.
 """
@@ -11,7 +11,6 @@ invariant at any row count.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from functools import cache
 from typing import Literal, get_args
@@ -28,16 +27,12 @@ Linear = Callable[[Tensor], Tensor]
 
 PRODUCT_ROWS = 16
 LINEAR_VARIABLE = "SPECBRANCH_LINEAR"  # environment variable that forces a kind
-TRIED_ROWS = (1, 4, 8)
-TOLERATED_COST = 1.25  # the kernel may cost this many times torch's cost, as its bits do not depend on the row count
-SAMPLE = 1 << 22  # elements of a large weight that are enough to measure with
-LOST_TRIALS = 3  # trials that the kernel must lose before torch is chosen
+PACKED_ROWS = 4  # rows that oneDNN packs a weight for
 STORED_AS: dict[WeightBits, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-TRIAL_SECONDS = 0.03  # seconds of one trial of one shape
 
 
 def choose_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Return x ↦ x·Wᵀ + b in the best kind for this shape on this machine; measures new shapes.
+    """Return x ↦ x·Wᵀ + b in the kind that the environment forces, else with our kernel if it runs here.
 
     The layer uses the weight in place: it must not be moved or replaced, but new values may be written into it. Only
     "onednn", which must be forced, has a packed copy.
@@ -45,10 +40,9 @@ def choose_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     forced = forced_kind()
     if not _suits(weight, bias):
         return PlainLinear(weight, bias)
-    kind = forced or _measured(weight)
-    if kind == "onednn" and onednn_works():
+    if forced == "onednn" and onednn_works():
         return PackedLinear(weight, bias)
-    kernel = load_kernel() if kind == "llvm" else None
+    kernel = load_kernel() if forced in (None, "llvm") else None
     return KernelLinear(kernel, weight, bias, PRODUCT_ROWS) if kernel else PlainLinear(weight, bias)
 
 
@@ -63,7 +57,7 @@ def small_linear(weight: Tensor, bias: Tensor | None, scale: Tensor) -> KernelLi
 def takes(stored: str, device: torch.device, dtype: torch.dtype) -> bool:
     """True if the kernel multiplies weights of this storage in this precision, without a copy in float32.
 
-    This is not measured: with few rows memory traffic decides, which a trial with one cached matrix would not show.
+    With few rows memory traffic decides, and small weights cause less of it.
     """
     held: dict[str, WeightBits] = {"int8": whole_numbers(), "bfloat16": "bfloat16", "fp8": "bfloat16"}
     runs = device.type == "cpu" and dtype is torch.float32 and forced_kind() in (None, "llvm")
@@ -172,7 +166,7 @@ def _plain_float32(part: Tensor) -> bool:
 
 
 def _pack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, TRIED_ROWS[1])
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
     return packed
 
 
@@ -184,45 +178,3 @@ def onednn_works() -> bool:
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
     return True
-
-
-_kinds: dict[tuple[int, int, int], LinearKind] = {}  # by outputs, inputs and threads
-
-
-def _measured(weight: Tensor) -> LinearKind:
-    outs, ins = weight.shape
-    key = (outs, ins, torch.get_num_threads())
-    if key not in _kinds:
-        _kinds[key] = _faster(weight)
-    return _kinds[key]
-
-
-def _faster(weight: Tensor) -> LinearKind:
-    """Measure torch and the kernel on (part of) a weight; packed copies need memory, so they are no candidates."""
-    kernel = load_kernel()
-    if kernel is None:
-        return "torch"
-    part = weight[: max(1, SAMPLE // weight.shape[1])]
-    pair = PlainLinear(part, None), KernelLinear(kernel, part, None, PRODUCT_ROWS)
-    # The kernel must lose every trial: a choice that changes with the load would change the last bits between runs.
-    return "llvm" if any(_kernel_holds(pair, weight.shape[1]) for _ in range(LOST_TRIALS)) else "torch"
-
-
-def _kernel_holds(pair: tuple[Linear, Linear], ins: int) -> bool:
-    costs = [_paired_costs(pair, torch.ones(rows, ins)) for rows in TRIED_ROWS]
-    return sum(small for _, small in costs) <= TOLERATED_COST * sum(plain for plain, _ in costs)
-
-
-def _paired_costs(layers: tuple[Linear, ...], x: Tensor) -> list[float]:
-    """Return the least seconds of each layer, measured in turns; under load the least is steadier than the median."""
-    turns: list[list[float]] = []
-    until = time.perf_counter() + TRIAL_SECONDS / len(TRIED_ROWS)
-    while len(turns) < 4 or (len(turns) < 12 and time.perf_counter() < until):
-        turns.append([_seconds(layer, x) for layer in layers])
-    return [min(times) for times in zip(*turns, strict=True)]
-
-
-def _seconds(layer: Linear, x: Tensor) -> float:
-    start = time.perf_counter()
-    layer(x)
-    return time.perf_counter() - start

@@ -49,7 +49,8 @@ class Shared:
     @classmethod
     def of(cls, runner: Runner | None, device: torch.device, dtype: torch.dtype) -> Shared | None:
         """Return the tensors of a native target with this device and precision; None for any other runner."""
-        if not isinstance(runner, NativeRunner) or (runner.device, runner.dtype) != (device, dtype):
+        where = torch.empty(0, device=device).device  # with an index: "cuda" is not equal to "cuda:0"
+        if not isinstance(runner, NativeRunner) or (runner.device, runner.dtype) != (where, dtype):
             return None
         head = runner.decoder.head_matrix
         return None if head is None else cls(runner.decoder.embedding, head)

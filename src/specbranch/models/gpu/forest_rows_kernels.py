@@ -16,6 +16,7 @@ from specbranch.models.gpu import forest_layout
 from specbranch.models.gpu.layout import DEPTH_COUNT as _DEPTH_COUNT
 from specbranch.models.gpu.layout import MOVED_COUNT as _MOVED_COUNT
 from specbranch.models.gpu.layout import SAMPLED_COUNT as _SAMPLED_COUNT
+from specbranch.models.gpu.layout import SPREAD_COUNT as _SPREAD_COUNT
 from specbranch.models.gpu.layout import USED_COUNT as _USED_COUNT
 from specbranch.models.gpu.layout import most_moves
 from specbranch.models.gpu.noise_kernels import noise_keys
@@ -75,8 +76,8 @@ DECODING, STOPPED, LIMITED, FAILED = (
 )
 LEAST_MOVES = tl.constexpr(most_moves(1))
 STOP_IDS, PATH_MOVES = tl.constexpr(forest_layout.STOP_IDS), tl.constexpr(forest_layout.PATH_MOVES)
-MOVED_COUNT, DEPTH_COUNT, USED_COUNT, SAMPLED_COUNT = (
-    tl.constexpr(n) for n in (_MOVED_COUNT, _DEPTH_COUNT, _USED_COUNT, _SAMPLED_COUNT)
+MOVED_COUNT, DEPTH_COUNT, USED_COUNT, SAMPLED_COUNT, SPREAD_COUNT = (
+    tl.constexpr(n) for n in (_MOVED_COUNT, _DEPTH_COUNT, _USED_COUNT, _SAMPLED_COUNT, _SPREAD_COUNT)
 )
 
 
@@ -132,6 +133,7 @@ def place(sessions, places, counts, s, rows, ends, last, depths, wide, PER_GROUP
     tl.store(counts + SHARED_COUNT, tl.max(tl.where(taken, shared_by(last), 0), 0))
     tl.store(counts + USED_COUNT, wide)
     tl.store(counts + SAMPLED_COUNT, total)
+    tl.store(counts + SPREAD_COUNT, 0)
     return total
 
 

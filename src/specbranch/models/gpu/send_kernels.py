@@ -36,6 +36,7 @@ from specbranch.models.gpu.tree_kernels import (
     ROW,
     SHARED_COUNT,
     SMALL,
+    SPREAD_COUNT,
     TOKEN,
 )
 
@@ -168,6 +169,7 @@ def _write_rows(tree, nodes, held, packed, groups, tables, own, counts, moves, r
     tl.store(counts, moved)
     tl.store(counts + 1, tl.max(tl.where(live, depth, 0), 0))
     tl.store(counts + SHARED_COUNT, tl.max(tl.where(live, shared, 0), 0))
+    tl.store(counts + SPREAD_COUNT, 0)
     for begin in range(0, moved, 32):
         m = begin + tl.arange(0, 32)
         for side in tl.static_range(2):

@@ -20,6 +20,7 @@ from specbranch.models.gpu.layout import CONFIDENCE as _CONFIDENCE
 from specbranch.models.gpu.layout import LONGEST_OWN as _OWN
 from specbranch.models.gpu.layout import ONE as _ONE
 from specbranch.models.gpu.layout import SHARED_COUNT as _SHARED_COUNT
+from specbranch.models.gpu.layout import SPREAD_COUNT as _SPREAD_COUNT
 
 NODES, LANES, ENTRIES, MOVES = (
     tl.constexpr(n) for n in (tree_layout.DEVICE_NODES, tree_layout.LANES, tree_layout.ENTRIES, tree_layout.TREE_MOVES)
@@ -30,7 +31,7 @@ CHUNK = tl.constexpr(8)  # nodes that are read at a time
 SMALL = tl.constexpr(256)  # size that most trees fit
 BACK = tl.constexpr(2 * tree_layout.DEEPEST)  # positions of the prefix in a row's own path, at most
 ROOT, NOWHERE = tl.constexpr(-1), tl.constexpr(2147483647)
-SHARED_COUNT = tl.constexpr(_SHARED_COUNT)
+SHARED_COUNT, SPREAD_COUNT = tl.constexpr(_SHARED_COUNT), tl.constexpr(_SPREAD_COUNT)
 
 COUNT, FED, SPENT, WIDTH, TAIL, PREFIX, ASKED, STEP, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY = (
     tl.constexpr(tree_layout.TREE_SCALARS.index(name))
@@ -297,6 +298,7 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
     tl.store(counts, first)
     tl.store(counts + 1, 0)
     tl.store(counts + SHARED_COUNT, tl.max(tl.where(live, shared, 0), 0))
+    tl.store(counts + SPREAD_COUNT, 0)
     for begin in range(0, first, 32):
         m = begin + tl.arange(0, 32)
         for side in tl.static_range(2):
