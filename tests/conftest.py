@@ -4,6 +4,7 @@ hand."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from specbranch.pairs import Pair
 
 NUMBERS = count()  # of tests
+
+
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("SPECBRANCH_")}
+
+
+BEFORE_COLLECTION = _settings()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -145,6 +153,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """No test file may change a setting of the engine when it is imported: all tests would run with it."""
+    if _settings() != BEFORE_COLLECTION:
+        raise pytest.UsageError(f"Importing the tests changed SPECBRANCH_… from {BEFORE_COLLECTION} to {_settings()}.")
 
 
 def _has_gpu() -> bool:

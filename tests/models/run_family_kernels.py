@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and sys.argv[1] != "compile":
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-os.environ["SPECBRANCH_LINEAR"] = "torch"
+if __name__ == "__main__":  # a test imports this file, too
+    os.environ["SPECBRANCH_LINEAR"] = "torch"
+    if sys.argv[1] != "compile":
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import torch
