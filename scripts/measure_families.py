@@ -21,6 +21,7 @@ from typing import Any
 CASES = ("30b-a3b", "gpt-oss-20b", "gemma3-12b", "8b@32768", "8b@131072")
 BARS = {"30b-a3b": 0.45, "gpt-oss-20b": 0.60, "gemma3-12b": 0.70, "8b@32768": 0.70, "8b@131072": 0.70}  # 1 row
 CONTEXT, ROWS, REPLAYS = 1000, 16, 40
+MOST_SECONDS = 150.0  # of one case: one that hangs must not take the time of the others
 PLAIN_ERROR = 0.05  # of the greatest logit, through two layers: bfloat16 is rounded at other places
 
 
@@ -58,7 +59,7 @@ def main() -> None:
     begin, found = time.monotonic(), list[dict[str, Any]]()
     for case in given.cases:
         left = given.seconds - (time.monotonic() - begin)
-        entry = measure_here(case, given.device) if given.here else measure_apart(case, given, left)
+        entry = measure_here(case, given.device, given.out) if given.here else measure_apart(case, given, left)
         found.append(entry)
         (given.out / f"{file_name(case.named)}.json").write_text(json.dumps(entry, indent=1))
         print(json.dumps(entry), flush=True)
@@ -70,20 +71,35 @@ def measure_apart(case: Case, given: argparse.Namespace, seconds: float) -> dict
     """Measure a case in a process of its own, which has so many seconds left."""
     if seconds < 20:
         return {"case": case.named, "error": "no time was left; give --seconds more, or this case alone"}
+    seconds = min(seconds, MOST_SECONDS)
+    so_far = path_so_far(given.out, case)
     command = [sys.executable, __file__, case.named, "--here", "--device", given.device, "--out", str(given.out)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return {"case": case.named, "error": f"it took more than the {seconds:.0f} s that were left"}
+        return {"case": case.named, **kept(so_far), "error": f"it took more than {seconds:.0f} s"}
     line = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
     if line is None:
-        return {"case": case.named, "error": f"exit {done.returncode}: {done.stderr.strip()[-1500:]}"}
+        return {"case": case.named, **kept(so_far), "error": f"exit {done.returncode}: {done.stderr.strip()[-1500:]}"}
     found: dict[str, Any] = json.loads(line)
     return found
 
 
-def measure_here(case: Case, device: str) -> dict[str, Any]:
+def path_so_far(folder: Path, case: Case) -> Path:
+    """Return where a case's parts lie while it is measured."""
+    return folder / f"{file_name(case.named)}.so-far.json"
+
+
+def kept(path: Path) -> dict[str, Any]:
+    """Return the parts that a case measured before it broke off."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    path.unlink(missing_ok=True)
+    return found
+
+
+def measure_here(case: Case, device: str, folder: Path) -> dict[str, Any]:
     """Measure a case; an error becomes part of the result, with what was measured before it."""
+    so_far = path_so_far(folder, case)
     entry: dict[str, Any] = {"case": case.named}
     begin = time.monotonic()
     try:
@@ -92,8 +108,10 @@ def measure_here(case: Case, device: str) -> dict[str, Any]:
         for name, part in Measured(case.shape, case.stored, case.context, device).parts(ROWS, REPLAYS):
             entry |= part
             entry.setdefault("parts", []).append(f"{name} {time.monotonic() - begin:.0f} s")
+            so_far.write_text(json.dumps(entry))
     except Exception as reason:  # of all kinds: compilers, memory, the device
         entry["error"] = f"{type(reason).__name__}: {str(reason)[:600]}"
+    so_far.unlink(missing_ok=True)
     return {**entry, "seconds": round(time.monotonic() - begin, 1)}
 
 

@@ -45,6 +45,13 @@ def test_a_case_is_a_shape_its_weights_and_a_context(script: ModuleType) -> None
     assert script.Case.of("8b").context == 1000 and script.file_name("8b:int4@90") == "8b-int4-90"
 
 
+def test_a_case_that_breaks_off_keeps_what_it_has_measured(script: ModuleType, tmp_path: Path) -> None:
+    path = script.path_so_far(tmp_path, script.Case.of("8b@90"))
+    assert script.kept(path) == {}
+    path.write_text(json.dumps({"ms_1": 2.5}))
+    assert script.kept(path) == {"ms_1": 2.5} and not path.exists()
+
+
 def test_what_misses_a_bar_or_has_other_bits_is_said(script: ModuleType) -> None:
     entry = {"case": "30b-a3b", "share_1": 0.4, "batch_bits": False, "plain_error": 0.2, "error": "none\nleft"}
     assert script.verdict(entry) == "MISSES 45% batch_bits DIFFER plain DIFFERS none left"

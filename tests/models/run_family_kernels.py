@@ -105,6 +105,7 @@ def compile_all() -> None:
     rows = {"WIDTH": 4096, "NORMS": 1, "EARLY": True}
     choice = {"COUNT": 128, "ACTIVE": 8, "EARLY": True}
     wide = {**tile, "NORMS": 8, "UNIT": 128, "BOXED": False, "JOINED": False, "CHUNKS": False, "PARTS": 1}
+    odd = {"FULL": False, "SOFTCAP": 0.0, "bias": None, "counts": None}  # outputs that do not fill their last tile
     for kernel, sizes, warps in (
         (family_kernels.turn, heads, 1),
         (family_kernels.settle, {**rows, "ACTIVE": 8}, 8),
@@ -119,6 +120,8 @@ def compile_all() -> None:
         (product_kernels.gated, {**wide, "ACTIVATION": 1, "BIASED": False}, 4),
         (product_kernels.added, {**wide, "ONTO": False, "BIASED": True, "NORM_TILE": 64, "PARTS": 2}, 4),
         (product_kernels.scored, {**wide, "SOFTCAP": 30.0, "bias": None, "counts": None}, 4),
+        (product_kernels.scored, {**wide, **odd, "STORED": 9}, 4),
+        (product_kernels.scored, {**wide, **odd, "STORED": 10}, 4),
         (product_kernels.embed, {**rows, "PIECE": 2048, "SIDE": 2048, "PAGE": 256, "DIM": 256, "SCALE": 62.0}, 8),
     ):  # fmt: skip
         compile_one(kernel, sizes, warps)
@@ -130,7 +133,8 @@ def compile_one(kernel: Any, sizes: dict[str, Any], warps: int) -> None:
 
     names = kernel.arg_names
     whole = dict.fromkeys(("page_stride", "rows", "N", "K", "H", "per", "spare", "pairs", "per_weight"), "i32")
-    whole |= {"per_scale": "i32", "eps": "fp32", "w": "*u8" if sizes.get("STORED") else "*bf16"}
+    stored = {0: "*bf16", 9: "*fp8e4nv", 10: "*fp8e4nv"}.get(sizes.get("STORED", 0), "*u8")
+    whole |= {"per_scale": "i32", "eps": "fp32", "w": stored}
     whole |= dict.fromkeys(("ids", "order", "tiles", "used", "slots", "positions", "counts", "arrived"), "*i32")
     whole |= dict.fromkeys(("tokens", "picks", "moves"), "*i32")
     whole |= dict.fromkeys(("squares", "sums", "weights", "changes", "scale"), "*fp32")

@@ -29,6 +29,7 @@ from specbranch.core.way_choice import WayChoice
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
+from specbranch.models.gpu.forest_rounds import ForestDecoder
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
 from tiers import tiered
@@ -135,6 +136,49 @@ def test_steps_launched_ahead_of_the_answer_change_no_tree(
         works.draft.runner.check()
         steps[lead] = works.steps
     assert seen[0] == seen[1] and steps[0] < steps[1]
+
+
+def test_each_draft_step_counts_for_the_report_it_ended_before(
+    decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host asks before each step it reads a round behind that round's own steps, otherwise before them."""
+    plans = itertools.cycle([(1, 5), (1, 5), (3, 0), (3, 0), (1, 5), (2, 0)])  # steps, and those that are asked for
+
+    def planned(*given: Any) -> ForestPlan:
+        steps, more = next(plans)
+        return replace(forest_plan(*given), steps=steps, more=more)
+
+    monkeypatch.setattr("specbranch.core.forest_loop.forest_plan", planned)
+    monkeypatch.setattr("specbranch.core.forest_loop.PLAN_EVERY", 0)
+    works, session = executor(decoders), session_of(1, some_tokens(40, seed=1), max_tokens=80, ignore_eos=True)
+    reported: list[list[int] | None] = []
+    decode = works.decode_forest
+
+    def decode_forest(*given: Any) -> Any:
+        found = decode(*given)
+        reported.append(None if found.steps is None else list(found.steps))
+        return found
+
+    launched: list[tuple[bool, list[int]]] = []  # of each round: was the device asked, and its draft steps
+    grow = ForestDecoder._grow
+
+    def growing(self: ForestDecoder, *given: Any) -> Any:
+        steps = grow(self, *given)
+        launched.append((steps is not None, self._grown))
+        return steps
+
+    monkeypatch.setattr(works, "decode_forest", decode_forest)
+    monkeypatch.setattr(ForestDecoder, "_grow", growing)
+    loop = Loop(works)
+    start(loop, session)
+    run_out(loop)
+    first = next(n for n, steps in enumerate(reported) if steps is not None)
+    launched = launched[len(launched) - len(reported) - (len(launched) > len(reported)) :]
+    for n in range(first, min(len(reported), len(launched))):
+        (asked_before, before), (asked, own) = launched[n - 1], launched[n]
+        assert reported[n] == (before if not asked_before else []) + (own if asked else []), n
+    assert {asked for asked, _ in launched} == {True, False}
+    assert_as_alone(decoders, [session])
 
 
 @pytest.mark.parametrize("temperature", tiered([0.9, 0.0], (0.9).__eq__))
@@ -256,6 +300,30 @@ def test_a_batch_that_grows_too_large_goes_on_without_and_loses_no_token(
     assert within > 2 and works.forests <= within + 1
     run_out(loop)
     assert works.forests > within + 1  # once fewer are left
+    assert_as_alone(decoders, sessions)
+
+
+def test_a_burst_of_prompts_goes_with_plain_rounds_and_loses_no_token(decoders: tuple[Any, Any]) -> None:
+    works = executor(decoders)
+    chunk = works.target.runner.prefill_chunk
+    loop = Loop(works, limits=RoundLimits(prefill_chunk=chunk, prompt_tokens=max(64, chunk), prompt_tokens_alone=512))
+    sessions = [session_of(n, some_tokens(30, seed=n), temperature=0.0, max_tokens=40) for n in range(5)]
+    sessions += [session_of(n, some_tokens(300, seed=n), temperature=0.0, max_tokens=20) for n in range(5, 9)]
+    for session in sessions[:5]:
+        start(loop, session)
+    while works.forests < 3:
+        loop.step()
+    for session in sessions[5:]:
+        start(loop, session)
+    loop.step()  # a round is in flight
+    before, while_waiting, tokens = works.forests, 0, sum(len(session.output) for session in sessions[:5])
+    while sum(member.uncomputed > 0 for member in loop.members.values()) > 1:
+        loop.step()
+        while_waiting += 1
+    assert while_waiting > 2 and works.forests <= before + 1
+    assert sum(len(session.output) for session in sessions[:5]) > tokens + while_waiting
+    run_out(loop)
+    assert works.forests > before + 1
     assert_as_alone(decoders, sessions)
 
 

@@ -99,7 +99,7 @@ class ForestStep:
     ahead: bool  # it was launched before it was asked for
     launched: frozenset[int]  # sessions that take part in the next one
     failed: Mapping[int, SpecBranchError] = field(default_factory=dict)  # sessions that found no memory
-    steps: Sequence[int] = ()  # rows of the draft steps behind the round before, once this one is read
+    steps: Sequence[int] = ()  # rows of the draft steps that ended between the reports before and these
 
 
 @runtime_checkable
@@ -120,6 +120,10 @@ class GrowsForests(Protocol):
 
         Sessions that have no row in the round that was launched ahead get one in the next, and no token now.
         """
+        ...
+
+    def finish_growing(self) -> None:
+        """Launch what a round in flight still wants of the draft: the draft may do something else afterwards."""
         ...
 
     def leave_forest(self) -> None:

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Protocol, runtime_checkable
 
 from specbranch.core.forest import ForestOrders, ForestPlan, ForestReport, ForestWish
-from specbranch.core.forest_plan import MOST_FOREST_SESSIONS, PROBE_ROUNDS, forest_plan, probing
+from specbranch.core.forest_plan import FEW_SESSIONS, MOST_FOREST_SESSIONS, PROBE_ROUNDS, forest_plan, probing
 from specbranch.core.members import Member
 from specbranch.core.orders import Orders, Prefill, Reports, Span, Verdict
 from specbranch.core.plain_loop import PLAIN_ORDERS, PlainHost
@@ -97,6 +97,9 @@ class ForestLoop:
         prefilling = [member for member in others if member.uncomputed > 0]
         ends = len(prefilling) < len(others) or not any(_wish(member) for member in decoding)
         ends = ends or len(members) > MOST_FOREST_SESSIONS
+        # Steps of plain decoding take prompts along, so a burst of them goes with these until none waits.
+        burst = len(members) > FEW_SESSIONS and (len(prefilling) > 1 or not self._launched)
+        ends = ends or (bool(prefilling) and burst)
         if ends or (prefilling and self._prefills.limits.prompt_tokens is None):
             # what is in flight is read first, so that it is not in vain
             decoding = [member for member in decoding if member.session.number in self._launched]

@@ -30,6 +30,7 @@ LEAST_GAIN = 1.05  # times plain decoding that a batch has to be expected to gai
 # Sessions of a batch that decodes so, at most. With 64 on one H200 nine of ten requests decode at 0.98 of plain
 # decoding's rate, and whole batches end later: the verify has more rows than are free, and the host is busy.
 MOST_FOREST_SESSIONS = 16
+FEW_SESSIONS = 4  # up to so many their methods hear of each round, and a burst of prompts does not interrupt them
 PROBE_ROUNDS = 4  # rounds of a probe: the draft is asked where it is not expected to pay
 
 
@@ -42,7 +43,8 @@ def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> 
     looked = [fmean(depth) for depth in zip(*[wish.looked for wish in wishes], strict=True)]
     middle = median_low([(wish.right, wish.covered) for wish in drafting]) if drafting else (0.0, 0.0)
     sizes = [(nodes, rows) for nodes in NODES if (rows := sessions + nodes * len(wishes)) <= MOST_ROWS]
-    verifies = [(nodes, costs.target_seconds(rows, context) + costs.forest.beside) for nodes, rows in sizes]
+    beside = costs.factor * costs.forest.beside
+    verifies = [(nodes, costs.target_seconds(rows, context) + beside) for nodes, rows in sizes]
     best = (0.0, 0, 0, 0)
     for lanes, step in [(0, 0.0), *_lanes(drafting, context)]:
         for steps in STEPS[1:] if lanes else STEPS[:1]:
@@ -55,7 +57,7 @@ def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> 
     plain = sessions / max(costs.target_seconds(sessions, context), 1e-12)
     if sessions > 1 and rate <= LEAST_GAIN * plain:
         seconds = costs.target_seconds(sessions, context)
-        return ForestPlan(0, 0, sessions, gain=seconds / max(seconds + costs.forest.beside, 1e-12))
+        return ForestPlan(0, 0, sessions, gain=seconds / max(seconds + beside, 1e-12))
     wish = next((wish for wish in drafting if (wish.right, wish.covered) == middle), wishes[0])
     steps, more, price, lead = -steps, 0, NO_PRICE, 0
     if steps and sessions <= ASKING_SESSIONS:

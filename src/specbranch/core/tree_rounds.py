@@ -12,6 +12,7 @@ from typing import Any
 
 from specbranch.core.arms import Arm, ArmRound, shape_of
 from specbranch.core.forest import ForestRound
+from specbranch.core.forest_plan import FEW_SESSIONS
 from specbranch.core.goodput import Way
 from specbranch.core.learning import LookedUp
 from specbranch.core.market import LaneGrant, RowGrant
@@ -23,7 +24,6 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Growth, Tree, below, chosen, marked
 from specbranch.core.way_choice import WayChoice
 
-FEW_SESSIONS = 4  # up to so many their methods hear of each round of the forest
 FOREST_ROUNDS = 6  # rounds of the forest that the loop makes in a batch before a session's method hears of them
 
 # Yields Orders and Offers, is sent Reports and Grants, returns the tree kept and what the round was.
@@ -134,20 +134,23 @@ def _forest_rounds_in_batch(
         planned = ArmRound(tree, verified, len(verified) + 1, len(session.tokens), batch_size)
         tree = _absorb(session, planner, tree, verified, orders, reports, deferred)
         deferred.add(_count_arm, session, planner, planned, session.stats.emitted - began, last_seconds / (plain + 1))
-        _end_rounds(ways, batch_size, session, emitted, last_end, rounds, since)
+        in_forest = reports.tree is not None  # otherwise the last round was plain, too
+        begun, made = emitted + plain + (not in_forest), len(before) + in_forest
+        _end_rounds(ways, batch_size, session, begun, last_end, made, since)
         return tree
     except GeneratorExit:
         left = session.take_rounds()
         plain = session.stats.emitted - emitted - sum([made.taken for made in left])
         last_seconds = session.now - last_end - sum([made.seconds for made in left])
         _count_rounds(session, planner, left, plain, last_seconds)
-        _end_rounds(ways, batch_size, session, emitted, last_end, len(left) + plain, since)
+        _end_rounds(ways, batch_size, session, emitted + plain, last_end, len(left), since)
         raise
 
 
 def _end_rounds(
     ways: WayChoice, batch_size: int, session: Session, emitted: int, last_end: float, rounds: int, since: int
 ) -> None:
+    """Count rounds of the forest; `emitted`: what the session had before them, with what it got in plain rounds."""
     if tokens := session.stats.emitted - emitted:
         ways.record_round(batch_size, "planned", tokens, session.now - last_end, rounds, since)
 

@@ -100,6 +100,7 @@ class Serial(DecodesWithTarget):
         assert isinstance(runner, GrowsForests)
         reached, short = self.target.prefill(prefills)
         runner.flush()
+        runner.finish_growing()  # before the draft reads anything: the inputs of its next step are in place
         ready = self._caught_up(orders)
         step = runner.decode_forest(replace(orders, drafting=ready), self._draft_runner)
         if step is None:

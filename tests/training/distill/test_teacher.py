@@ -15,6 +15,7 @@ from specbranch.training.distill.attention import by_stretches, has_stretches, m
 from specbranch.training.distill.material import PADDING, Batch, Material
 from specbranch.training.distill.model import Stack
 from specbranch.training.distill.teacher import Teacher, moved
+from specbranch.training.distill.unrolled_attention import has_flash
 from tiny_models import saved, some_tokens, tiny
 
 torch.set_num_threads(1)
@@ -65,7 +66,8 @@ def test_edges_stand_where_segments_change() -> None:
 @pytest.mark.gpu
 def test_attention_by_stretches_is_used_on_a_gpu_and_gives_the_masked_result() -> None:
     device = torch.device("cuda")
-    assert has_stretches(device, torch.bfloat16, 64)
+    with torch.no_grad():  # a teacher asks first
+        assert has_stretches(device, torch.bfloat16, 64) and has_flash(device, torch.bfloat16, 64)
     segments = torch.cat((torch.zeros(1, 100), torch.ones(1, 150), torch.full((1, 6), -1)), 1).long()
     batch = Batch(*[segments] * 5).with_edges()
     assert batch.edges is not None

@@ -184,7 +184,8 @@ def attend_by_kernels(
             queries, keys, values, sums, tops, totals, out, step.tiles, step.tables, step.counts, scale, keys.stride(0),
             rows, partial, sinks, **shape, **tiling, **form, TILE_ROWS=tile_rows, TOTAL=total,
             WHOLE=WHOLE_CHUNK_BLOCKS, SPLITS=split_chunks,
-            num_warps=CHUNK_WARPS if tile_rows * padded > CHUNK_ROWS else WARPS, num_stages=CHUNK_STAGES, **how,
+            num_warps=CHUNK_WARPS if tile_rows * padded > CHUNK_ROWS or head_dim >= LARGE_HEAD else WARPS,
+            num_stages=CHUNK_STAGES, **how,
         )  # fmt: skip
     joined_heads = share if batch and rows > JOINED_ROWS and split_chunks == 1 else 1
     kernels.join[(results_of, heads // joined_heads)](

@@ -9,7 +9,7 @@ no effect: what it wrote lies behind what a model's sequence holds, and all late
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -60,6 +60,7 @@ from specbranch.models.runners.sequences import Sequences
 
 FOREST_NODES = 128  # nodes of a tree, at most
 AHEAD = DEEPEST + 1  # tokens that a session may get in the round in flight
+Steps = Generator[None, None, None]  # launches further draft steps, each only if the device wants it
 ENDS: dict[int, ForestEnd] = {STOPPED: "stop", LIMITED: "length", FAILED: "not finite"}
 
 
@@ -119,8 +120,8 @@ class ForestFlight:
     reports: Reading
     trees: Reading | None  # None: no session has a tree
     grown: list[int]  # rows of its draft steps
-    before: list[int]  # and of those of the round before
-    growing: Iterator[None] | None = None  # launches the draft steps before which the device is asked
+    before: list[int]  # and of those of the round before that ended after that round was read
+    growing: Steps | None = None  # None: all its draft steps are launched
 
 
 class ForestDecoder:
@@ -139,6 +140,7 @@ class ForestDecoder:
         self._unread = False  # the round before the one in flight was not read
         self._rows = 0  # of the last verify
         self._grown: list[int] = []  # rows of the draft steps behind it
+        self._asked = False  # these end before the round is read, because the host asks before each of them
         self._changes: dict[int, list[Written]] = {}  # of rows, for the next round
         self._heads: dict[int, Forest] = {}
 
@@ -172,9 +174,27 @@ class ForestDecoder:
         self._changes[planted.row] = [self._forest.scalar_change(planted.row, "state", VACANT)]
         if self._flight is not None:
             self._flight.row_of.pop(seq, None)
+            if not self._flight.row_of:
+                self._stop_growing()
+
+    def finish_growing(self) -> None:
+        """Launch the draft steps that the round in flight still wants: the draft is about to do something else."""
+        if self._flight is not None and self._flight.growing is not None:
+            for _ in self._flight.growing:
+                pass
+
+    def _stop_growing(self) -> None:
+        """Launch no more draft steps of the round in flight; what the target does next comes after the launched
+        ones."""
+        if self._flight is None or self._flight.growing is None or self._draft is None:
+            return
+        self._flight.growing.close()
+        target, draft = self._target.launcher, self._draft.launcher
+        draft.transfer.mark(draft.stream.cuda).wait(target.stream.cuda)
 
     def leave(self) -> None:
         """Take all sessions out, and bring the draft's sequences in line; they hold what is known to be in place."""
+        self._stop_growing()
         for seq, planted in list(self._planted.items()):
             self._leave(seq, planted)
         self._flight, self._unread = None, False
@@ -189,10 +209,8 @@ class ForestDecoder:
     def decode(self, orders: ForestOrders) -> ForestStep | None:
         """See `GrowsForests.decode_forest`."""
         texts, failed = orders.texts, dict[int, SpecBranchError]()
+        self.finish_growing()
         flight, self._flight = self._flight, None
-        if flight is not None and flight.growing is not None:
-            for _ in flight.growing:
-                pass
         if self._unread:  # a round was never read: the device knows tokens that the host does not
             self.leave()
             flight = None
@@ -218,7 +236,8 @@ class ForestDecoder:
         def reports() -> dict[int, ForestReport]:
             return self._read(present, now, texts)
 
-        return ForestStep(reports, present.rows, ahead, launched, failed, present.before)
+        steps = present.before if present.growing is None else [*present.before, *present.grown]
+        return ForestStep(reports, present.rows, ahead, launched, failed, steps)
 
     def _fits(self, texts: Mapping[int, Sequence[int]]) -> bool:
         """True if the tables and a step take all these sessions."""
@@ -355,9 +374,10 @@ class ForestDecoder:
         has_trees = any(self._planted[seq].has_tree for seq in staying)
         reports, trees = self._verify(forest, bucket, orders.plan, growth, has_trees)
         drafting = [seq for seq in staying if self._planted[seq].drafts]
-        before, self._grown, growing = self._grown, [], None
+        before, self._grown, growing = [] if self._asked else self._grown, [], None
         if drafting and growth is not None:
             growing = self._grow(forest, growth, orders.plan, drafting)
+        self._asked = growing is not None
         return ForestFlight(row_of, bucket.rows, reports, trees, self._grown, before, growing)
 
     def _first(self, count: int) -> Forest:
@@ -394,9 +414,7 @@ class ForestDecoder:
                 look(forest, growth.weights, *plan.looks)
         return reports, trees
 
-    def _grow(
-        self, forest: Forest, growth: ForestGrowth, plan: ForestPlan, drafting: Sequence[int]
-    ) -> Iterator[None] | None:
+    def _grow(self, forest: Forest, growth: ForestGrowth, plan: ForestPlan, drafting: Sequence[int]) -> Steps | None:
         """Launch the draft's part of a round; returns what launches the steps before which the device is asked."""
         assert self._draft is not None
         launcher, rows = self._draft.launcher, len(drafting) * growth.growth.lanes
@@ -416,7 +434,7 @@ class ForestDecoder:
         """Return the KV slots of the longest of some sequences in the next round."""
         return max(self._planted[seq].length for seq in sessions) + AHEAD + max(SENT_ROWS, TAIL)
 
-    def _draft_steps(self, forest: Forest, growth: ForestGrowth, plan: ForestPlan, rows: int) -> Iterator[None]:
+    def _draft_steps(self, forest: Forest, growth: ForestGrowth, plan: ForestPlan, rows: int) -> Steps:
         """Launch draft steps; yields before the first step of those that are launched only if the device wants them."""
         assert self._draft is not None
         target, launcher = self._target.launcher, self._draft.launcher

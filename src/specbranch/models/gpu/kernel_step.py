@@ -32,7 +32,7 @@ from specbranch.models.families.operations import (
 from specbranch.models.forward.arithmetic import normed
 from specbranch.models.forward.decoder import Decoder, Layer
 from specbranch.models.gpu.attention import begins_early, computed_by_kernels, launch, triton_works
-from specbranch.models.gpu.layout import MOST_STEP_ROWS, MOST_TOTAL_ROWS, Views, power_of_two
+from specbranch.models.gpu.layout import MOST_STEP_ROWS, MOST_TOTAL_ROWS, SPREAD_COUNT, Views, power_of_two
 from specbranch.models.gpu.mixture_step import ACTIVATIONS, Mixture, expert_products, takes_experts
 from specbranch.models.gpu.products import (
     ROW_TILE,
@@ -80,7 +80,7 @@ class KernelStep(GpuStep):
         self._queries, self._attended = torch.zeros(2, most, wide, device=device, dtype=dtype)
         dense = any("down" in products for products in self._products)
         self._gated = torch.zeros(most, arch.intermediate if dense else 0, device=device, dtype=dtype)
-        self._no_counts = torch.zeros(1, dtype=torch.int32, device=device)
+        self._no_counts = torch.zeros(SPREAD_COUNT + 1, dtype=torch.int32, device=device)
         cuts = {name: one[name].cut for name in ("out", "down") for one in reversed(self._products) if name in one}
         self._norms = {
             name: power_of_two(-(-arch.hidden // cuts[name].tile)) if name in cuts else 1 for name in ("out", "down")

@@ -121,10 +121,10 @@ def _whole_product(x, w, columns, there, first, K, part,
     acc = tl.zeros((TILE, ROWS) if SWAP else (ROWS, TILE), tl.float32)
     for _ in range(steps * (part + 1) // PARTS - begin):
         if EVEN:
-            of_w = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0)
+            of_w = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0.0)
             of_x = tl.load(x_at)
         else:
-            of_w = tl.load(w_at, mask=there[:, None] & (k < K)[None, :], other=0)
+            of_w = tl.load(w_at, mask=there[:, None] & (k < K)[None, :], other=0.0)
             of_x = tl.load(x_at, mask=(k < K)[None, :], other=0.0)
             k += STEP
         if (STORED == 8) or (STORED == 9):
@@ -200,7 +200,7 @@ def _group_product(x, w, scale, columns, there, first, N, K, part,
     scale_at = scale + begin * N + columns  # [groups, outputs]
     acc = tl.zeros((ROWS, TILE), tl.float32)
     for _ in range(groups * (part + 1) // PARTS - begin):
-        of_w = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0)
+        of_w = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0.0)
         of_x = tl.load(x_at)
         by = tl.load(scale_at) if FULL else tl.load(scale_at, mask=there, other=0.0)
         if STORED < 10:

@@ -317,6 +317,11 @@ class GpuRunner(NativeRunner):
             self.forest = ForestDecoder(weakly(self), draft)
         return self.forest
 
+    def finish_growing(self) -> None:
+        """Launch what a round in flight still wants of the draft."""
+        if self.forest is not None:
+            self.forest.finish_growing()
+
     def leave_forest(self) -> None:
         """Forget what is launched."""
         if self.forest is not None:

@@ -6,6 +6,7 @@ the same result up to rounding.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -14,6 +15,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbranch.training.distill.material import Batch
+
+log = logging.getLogger("specbranch")
+
+SLOW_ATTENTION = "Training attends with masks, which is slow, because attention by segments does not work here: %s."
 
 # queries, keys, values [batch, length, heads, head_dim] to the same shape
 AttendPacked = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,6 +59,7 @@ def mask_of(segments: Tensor, dtype: torch.dtype, window: int | None = None) -> 
 
 
 @cache
+@torch.enable_grad()  # the answer is kept, and whoever asks first may be in no_grad
 def has_stretches(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """True if attention by segments is available and correct, forward and backward; tested on random numbers."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -64,10 +70,14 @@ def has_stretches(device: torch.device, dtype: torch.dtype, head_dim: int) -> bo
     inputs = [torch.randn(2, 64, 2, head_dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
     try:
         fast = _with_gradients(partial(by_stretches, batch.edges.to(device)), inputs)
-    except (ImportError, RuntimeError, TypeError):
+    except (ImportError, RuntimeError, TypeError) as error:
+        log.warning(SLOW_ATTENTION, error)
         return False
     plain = _with_gradients(partial(masked, mask_of(segments.to(device), dtype)), inputs)
-    return all(torch.allclose(a, b, atol=0.05, rtol=0.05) for a, b in zip(fast, plain, strict=True))
+    if all(torch.allclose(a, b, atol=0.05, rtol=0.05) for a, b in zip(fast, plain, strict=True)):
+        return True
+    log.warning(SLOW_ATTENTION, "its results differ from those with a mask")
+    return False
 
 
 def _with_gradients(attend: AttendPacked, inputs: list[Tensor]) -> list[Tensor]:

@@ -59,8 +59,10 @@ class Teacher:
         """True if all hidden states of a material fit into memory next to the training."""
         table = self.stack.embedding
         needed = material.tokens.numel() * self.width * table.itemsize
-        room = torch.cuda.mem_get_info(table.device)[0] * GPU_SHARE if table.is_cuda else CPU_ROOM
-        return needed <= room
+        if not table.is_cuda:
+            return needed <= CPU_ROOM
+        torch.cuda.empty_cache()  # what torch keeps of earlier work counts as taken
+        return needed <= torch.cuda.mem_get_info(table.device)[0] * GPU_SHARE
 
     @torch.no_grad()
     def remember(self, material: Material, length: int, rows: int, watch: Onlooker) -> None:

@@ -141,10 +141,11 @@ class _Training:
         self._losses: list[Tensor] = []
         self._warm = 0, 0.0  # step and seconds from which on steps take their usual time
         self._saved_at = time.monotonic()
+        self._listened = 0.0  # seconds that computing the target's states has taken
 
     def listen(self) -> None:
         """Compute the target's states over the material once, if they fit into memory."""
-        rows = self.settings.rows  # not `micro`: a resumed run listens as the first did
+        rows, began = self.settings.rows, time.monotonic()  # not `micro`: a resumed run listens as the first did
         while self.remembering and self.step != self.total and not self._remembered(rows):
             rows //= 2
             self.remembering = rows > 0
@@ -152,6 +153,7 @@ class _Training:
                 "Out of memory: %s.",
                 f"listening to {rows} rows at a time" if rows else "the target is asked at every step",
             )
+        self._listened = time.monotonic() - began
 
     def _remembered(self, rows: int) -> bool:
         """True if memory sufficed for this many rows at a time."""
@@ -300,7 +302,7 @@ class _Training:
         if self.total is not None or self.step < CALIBRATION or self.settings.seconds is None:
             return
         each = (self.seconds - self._warm[1]) / (self.step - self._warm[0])
-        fitting = int(self.settings.seconds * STEPS_SHARE / each)
+        fitting = int(max(self.settings.seconds - self._listened, 0.0) * STEPS_SHARE / each)
         self.total = max(self.step, min(fitting, self.settings.most_steps or fitting))
         self.save()
 

@@ -7,6 +7,7 @@ scores are kept for the backward pass, so memory does not grow with the number o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,8 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specbranch.training.distill.attention import mask_of
+from specbranch.training.distill.attention import SLOW_ATTENTION, mask_of
 from specbranch.training.distill.material import Batch
+
+log = logging.getLogger("specbranch")
 
 MASKED_SCORES = 1 << 28  # scores that exist at once
 
@@ -167,6 +170,7 @@ def kernel_of(batch: Batch, dtype: torch.dtype, head_dim: int) -> Kernel:
 
 
 @cache
+@torch.enable_grad()  # the answer is kept, and whoever asks first may be in no_grad
 def has_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """True if the flash kernel is there and agrees with the masked one, forward and backward, on random numbers."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -178,9 +182,13 @@ def has_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     given = [torch.randn(2, 64, 2, head_dim, device=device, dtype=dtype, requires_grad=True) for _ in range(5)]
     try:
         fast, plain = (_tried(kernel, given) for kernel in kernels)
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        log.warning(SLOW_ATTENTION, error)
         return False
-    return all(torch.allclose(a, b, atol=0.05, rtol=0.05) for a, b in zip(fast, plain, strict=True))
+    if all(torch.allclose(a, b, atol=0.05, rtol=0.05) for a, b in zip(fast, plain, strict=True)):
+        return True
+    log.warning(SLOW_ATTENTION, "its results differ from those with a mask")
+    return False
 
 
 def _tried(kernel: Kernel, given: list[Tensor]) -> list[Tensor]:
