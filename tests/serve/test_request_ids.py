@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -19,18 +20,19 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Smile", "max_output_tokens": 4},
 }
 PREFIXES = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-", "/v1/responses": "resp_"}
-TRACE = "Root=1-67891233-abcdef012345678912345678"
+TRACE = "Root=1-67891233-abcdef01234567891234567"
 
 
-def logged(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
-    """The lines of this many requests; a client may have its answer before the line of its request is written."""
-    until(lambda: len(_lines(caplog)) >= count)
-    return _lines(caplog)
+def logged(caplog: pytest.LogCaptureFixture, *ids: str) -> list[dict[str, Any]]:
+    """The lines of these requests. A client may have its answer before the line of its request is written, so lines of
+    an earlier test may come late, too."""
+    until(lambda: len(_lines(caplog, ids)) >= len(ids))
+    return _lines(caplog, ids)
 
 
-def _lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+def _lines(caplog: pytest.LogCaptureFixture, ids: Collection[str]) -> list[dict[str, Any]]:
     lines = [json.loads(JsonLines(with_text=False).format(record)) for record in list(caplog.records)]
-    return [line for line in lines if line["message"] == "request"]
+    return [line for line in lines if line["message"] == "request" and line["request_id"] in ids]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -38,10 +40,12 @@ def test_an_id_goes_through_the_answer_and_the_log(
     served: Running, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "specbranch")
-    for sent in ("ann/1", TRACE, "x" * 128):
+    number = str(list(BODIES).index(path))
+    ids = (f"ann/{number}", TRACE + number, number * 128)
+    for sent in ids:
         answer = served.post(path, BODIES[path], **{"x-request-id": sent})
         assert answer.headers["x-request-id"] == sent and answer.json()["id"] == PREFIXES[path] + sent
-    assert [line["request_id"] for line in logged(caplog, 3)] == ["ann/1", TRACE, "x" * 128]
+    assert [line["request_id"] for line in logged(caplog, *ids)] == list(ids)
 
 
 def test_every_event_of_a_stream_has_the_id(served: Running) -> None:
@@ -75,10 +79,13 @@ def test_a_body_may_name_the_id_but_the_header_wins(served: Running) -> None:
 def test_errors_have_the_id_and_their_kind_is_logged(served: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "specbranch")
 
+    ids: list[str] = []
+
     def status(path: str, body: str, **headers: str) -> int:
-        sent = {"content-type": "application/json", "x-request-id": "ann.1", **headers}
+        ids.append(f"wrong.{len(ids)}")
+        sent = {"content-type": "application/json", "x-request-id": ids[-1], **headers}
         answer = served.http.post(path, content=body, headers=sent)
-        assert answer.json()["error"]["request_id"] == "ann.1" == answer.headers["x-request-id"]
+        assert answer.json()["error"]["request_id"] == ids[-1] == answer.headers["x-request-id"]
         return answer.status_code
 
     complete = "/v1/completions"
@@ -86,7 +93,7 @@ def test_errors_have_the_id_and_their_kind_is_logged(served: Running, caplog: py
     assert status(complete, '{"prompt": "x", "model": "y"}') == 404
     assert status(complete, "{}", host="evil.example") == 421
     assert status(complete, " " * 5_000_000) == 413
-    kinds = [line["error"] for line in logged(caplog, 6)]
+    kinds = [line["error"] for line in logged(caplog, *ids)]
     assert kinds == ["invalid_request_error", "not_found", "invalid_request_error", "model_not_found", "wrong_host",
                      "invalid_request_error"]  # fmt: skip
 
@@ -103,9 +110,10 @@ def test_an_error_in_the_middle_of_a_stream_has_the_id_and_is_logged(
         raise DeadlinePassed("It is late.")
 
     monkeypatch.setattr(AnswerEvents, "_add", late)
-    response = served.post(path, {**BODIES[path], "stream": True}, **{"x-request-id": "ann.1"})
-    assert response.status_code == 200 and "It is late." in response.text and "ann.1" in response.text
+    sent = f"late{path}"
+    response = served.post(path, {**BODIES[path], "stream": True}, **{"x-request-id": sent})
+    assert response.status_code == 200 and "It is late." in response.text and sent in response.text
     if path != "/v1/responses":
-        assert '"request_id": "ann.1"' in response.text
-    (line,) = logged(caplog, 1)
-    assert (line["request_id"], line["error"], line["status"]) == ("ann.1", "deadline_passed", 200)
+        assert f'"request_id": "{sent}"' in response.text
+    (line,) = logged(caplog, sent)
+    assert (line["request_id"], line["error"], line["status"]) == (sent, "deadline_passed", 200)
