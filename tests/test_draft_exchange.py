@@ -118,6 +118,7 @@ def test_the_new_draft_is_the_one_that_drafts_and_the_old_one_holds_nothing(
         assert after["accepted"] == after["drafted"] > 0 and before["accepted"] < before["drafted"]
 
 
+@pytest.mark.slow
 def test_what_was_learned_of_the_old_draft_ends_with_it(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +200,7 @@ def test_engines_that_cannot_exchange_say_so(pair: tuple[str, str]) -> None:
         modelled.exchange_draft(pair[1])
 
 
+@pytest.mark.slow
 def test_a_second_exchange_meanwhile_is_refused(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         gate, begun = threading.Event(), threading.Event()

@@ -9,6 +9,7 @@ import pytest
 
 from specbranch import LLM, AsyncLLM, SamplingParams
 from specbranch.errors import BadParameter
+from tiers import each_value
 
 PROMPT = "A branch is a guess about what the large model will say next."
 COUNTS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
@@ -20,6 +21,7 @@ def llm(pair: tuple[str, str]) -> Iterator[LLM]:
         yield loaded
 
 
+@each_value
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", ["lookup", "specbranch", "auto"])
 def test_an_answer_is_the_same_whatever_is_predicted(llm: LLM, method: str, temperature: float) -> None:

@@ -12,6 +12,7 @@ from specbranch.core.loop import Executor
 from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.prediction import Prediction
 from specbranch.core.session import Session
+from tiers import each_value
 from toybench import PROFILE, Case, Ending, Timeless, answer, decode, law, plainly, serial, streams, virtual_clock
 
 VOCABULARY = 40  # so that a text hardly repeats itself
@@ -44,6 +45,7 @@ def predicted(executor: Executor, request: Case, method: str, expected: tuple[in
     return decode(executor, request, config, start=start)
 
 
+@each_value
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", EXECUTORS)
 @pytest.mark.parametrize("method", METHOD_NAMES)

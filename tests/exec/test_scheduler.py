@@ -224,7 +224,9 @@ MEMORIES: dict[str, tuple[int | None, int | None, tuple[Rule, ...]]] = {
 
 @each_value
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("kind", tiered(("serial", "plain", "process", "streams", "clock"), "clock".__ne__))
+@pytest.mark.parametrize(
+    "kind", tiered(("serial", "plain", "process", "streams", "clock"), ("serial", "plain", "process").__contains__)
+)
 def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(kind: str, memory: str) -> None:
     kv_slots, draft_kv_slots, rules = MEMORIES[memory]
     executor = executors(kv_slots, draft_kv_slots)[kind]()

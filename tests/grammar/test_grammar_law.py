@@ -79,6 +79,7 @@ def test_the_law_is_the_masked_one(method: str, policy: str | None, drafter: typ
     assert method == "autoregressive" or found.totals["rejected"] > 100
 
 
+@pytest.mark.slow
 def test_dropping_forbidden_tokens_that_were_drawn_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(self: Session, pending: Branch) -> Branch:
         assert self.state is not None

@@ -113,6 +113,7 @@ def assert_as_alone(decoders: tuple[Any, Any], sessions: list[Session]) -> None:
         session.stats.check()
 
 
+@pytest.mark.slow
 def test_steps_launched_ahead_of_the_answer_change_no_tree(
     decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +252,7 @@ def test_sessions_that_come_and_go_have_their_texts_of_plain_decoding(seed: int,
         assert worker.runner.kv_slots_free == worker.runner.kv_slots
 
 
+@pytest.mark.slow
 def test_a_large_batch_counts_the_rounds_of_which_no_method_hears(decoders: tuple[Any, Any]) -> None:
     works = executor(decoders)
     loop, seen = Loop(works), dict[int, list[tuple[int, int]]]()
@@ -281,6 +283,7 @@ def test_a_large_batch_counts_the_rounds_of_which_no_method_hears(decoders: tupl
         assert sum(arm.rounds for arm in stats.arms.by_name.values()) == stats.target_forwards
 
 
+@pytest.mark.slow
 def test_a_batch_that_grows_too_large_goes_on_without_and_loses_no_token(
     decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +306,7 @@ def test_a_batch_that_grows_too_large_goes_on_without_and_loses_no_token(
     assert_as_alone(decoders, sessions)
 
 
+@pytest.mark.slow
 def test_a_burst_of_prompts_goes_with_plain_rounds_and_loses_no_token(decoders: tuple[Any, Any]) -> None:
     works = executor(decoders)
     chunk = works.target.runner.prefill_chunk
@@ -327,6 +331,7 @@ def test_a_burst_of_prompts_goes_with_plain_rounds_and_loses_no_token(decoders: 
     assert_as_alone(decoders, sessions)
 
 
+@pytest.mark.slow
 def test_plain_sessions_beside_a_large_batch_hear_of_each_round(decoders: tuple[Any, Any]) -> None:
     works = executor(decoders)
     loop = Loop(works)
@@ -377,7 +382,8 @@ def test_a_warm_up_leaves_no_session_and_changes_nothing(decoders: tuple[Any, An
     assert_as_alone(decoders, [session])
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 7])
 def test_a_batch_that_turns_to_plain_decoding_loses_no_token(
     count: int, decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,7 +412,8 @@ def test_a_batch_that_turns_to_plain_decoding_loses_no_token(
         assert counted == session.stats.emitted - 1
 
 
-@pytest.mark.parametrize("context", [384, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [384, 400])
 def test_sessions_reach_the_end_of_their_context(
     context: int, decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +431,7 @@ def test_sessions_reach_the_end_of_their_context(
     assert_as_alone(decoders, sessions)
 
 
+@pytest.mark.slow
 def test_a_draft_without_memory_leaves_the_rounds_on_the_device(decoders: tuple[Any, Any]) -> None:
     big, small = GpuRunner(decoders[0], CONTEXT), GpuRunner(decoders[1], CONTEXT, pages=1)
     works = Noting(Verifier(big), Drafter(small))

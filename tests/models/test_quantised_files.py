@@ -287,7 +287,7 @@ def texts(target: Path, draft: str | None, method: str, prompts: list[list[int]]
     "form",
     tiered(
         ("awq-32", "gptq-old", "gptq-act-32", "packed", "packed-channel", "int8", "fp8-block", "float-channel"),
-        ("awq-32", "gptq-act-32", "packed", "fp8-block").__contains__,
+        ("awq-32", "gptq-act-32", "fp8-block").__contains__,
     ),
 )
 def test_texts_equal_those_of_the_weights_in_floats_alone_and_in_a_batch(

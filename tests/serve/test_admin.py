@@ -59,6 +59,7 @@ def test_only_an_admin_key_opens_and_mistakes_leave_the_draft(
         assert exchange(pair[1], admin)[0] == 200
 
 
+@pytest.mark.slow
 def test_streams_go_on_through_an_exchange_and_a_second_one_waits_for_its_turn(
     pair: tuple[str, str], reference: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_nothing_is_asked_of_another_host(visit: Visit, served: Running) -> None
     assert [url for url in visit.requests if not url.startswith((served.url, "data:"))] == []
 
 
+@pytest.mark.slow
 def test_the_chat_says_what_the_engine_says(visit: Visit, reference: LLM) -> None:
     expected = reference.chat([{"role": "user", "content": QUESTION}], SamplingParams(max_tokens=256))
     assert visit.ask() == expected.text

@@ -52,6 +52,7 @@ def both() -> Results:
     return Results(rows_of([*toy_runs(), *wall]), PROVENANCE)
 
 
+@pytest.mark.slow
 def test_the_page_parses_and_shows_all_charts_for_each_clock(both: Results) -> None:
     text = report_html(both)
     page = Page(text)

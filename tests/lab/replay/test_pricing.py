@@ -69,7 +69,7 @@ def test_what_plans_by_itself_and_nothing_else_depends_on_the_profile() -> None:
     assert set(SPACES) - set(NOTED) == {"tree", "specbranch"}
 
 
-@pytest.mark.parametrize("method", tiered(NOTED, NOTED[::3].__contains__))
+@pytest.mark.parametrize("method", tiered(NOTED, NOTED[::6].__contains__))
 def test_rounds_are_priced_as_a_replay_is(method: str, draft: ReplayedModel, target: ReplayedModel) -> None:
     profiles = [PROFILE, TURNS, FAR, load_profile("h200-1b-8b")]
     seen = set()

@@ -24,7 +24,7 @@ from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
 from specbranch.models.runners.native import NativeRunner
 from specbranch.models.sampling.logit_rows import scored
-from tiers import tiered
+from tiers import each_value, tiered
 from tiny_models import GREEDY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,6 +73,7 @@ def logits(runner: NativeRunner) -> torch.Tensor:
     return block[:, : runner.sampler.width(columns)]
 
 
+@each_value
 @pytest.mark.parametrize("target", ["target", "large target"])
 @pytest.mark.parametrize("name", ["whole", "reduced"])
 def test_an_inflated_draft_has_the_drafts_logits_beside_either_target(

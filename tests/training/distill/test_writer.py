@@ -242,6 +242,7 @@ def test_rows_that_end_take_the_next_openings_in_order(target: WritingTarget, to
     assert openings_seen == [20 + at % 7 for at in range(len(openings_seen))]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_later_question_follows_an_answer_that_ended_and_is_answered(pair: tuple[str, str]) -> None:
     """A frequent token is taken for the end of an answer; every row has two later questions."""
