@@ -106,6 +106,7 @@ def _answered(given: argparse.Namespace, method: str, seed: int) -> Speeds:
                 found.setdefault(suite.name, []).append((len(output.token_ids), seconds))
                 if given.details is not None:
                     _note(given.details, {"method": method, "run": seed, "kind": suite.name}, output, seconds)
+                    _note_costs(given.details, {"method": method, "run": seed, "kind": suite.name}, llm.core.loop.costs)
     return found
 
 
@@ -114,6 +115,13 @@ def _note(file: Path, which: Mapping[str, Any], output: Any, seconds: float) -> 
     line = {**which, "tokens": len(output.token_ids), "seconds": seconds, "stats": output.stats}
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(line) + "\n")
+
+
+def _note_costs(file: Path, which: Mapping[str, Any], costs: Any) -> None:
+    """Append what rounds have taught: a planner that drafts too much or too little shows here."""
+    learned = {"factor": costs.factor, "beside": costs.forest.beside, "drafting": costs.forest.drafting}
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps({**which, "costs": learned}) + "\n")
 
 
 def rate(speeds: Sequence[tuple[int, float]]) -> float:
