@@ -105,8 +105,8 @@ def _answered(given: argparse.Namespace, method: str, seed: int) -> Speeds:
                 seconds = time.perf_counter() - started
                 found.setdefault(suite.name, []).append((len(output.token_ids), seconds))
                 if given.details is not None:
-                    _note(given.details, {"method": method, "run": seed, "kind": suite.name}, output, seconds)
-                    _note_costs(given.details, {"method": method, "run": seed, "kind": suite.name}, llm.core.loop.costs)
+                    which = {"method": method, "run": seed, "kind": suite.name, "costs": _learned(llm.core.loop.costs)}
+                    _note(given.details, which, output, seconds)
     return found
 
 
@@ -117,11 +117,9 @@ def _note(file: Path, which: Mapping[str, Any], output: Any, seconds: float) -> 
         lines.write(json.dumps(line) + "\n")
 
 
-def _note_costs(file: Path, which: Mapping[str, Any], costs: Any) -> None:
-    """Append what rounds have taught: a planner that drafts too much or too little shows here."""
-    learned = {"factor": costs.factor, "beside": costs.forest.beside, "drafting": costs.forest.drafting}
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps({**which, "costs": learned}) + "\n")
+def _learned(costs: Any) -> dict[str, float]:
+    """Return what rounds have taught: a planner that drafts too much or too little shows here."""
+    return {"factor": costs.factor, "beside": costs.forest.beside, "drafting": costs.forest.drafting}
 
 
 def rate(speeds: Sequence[tuple[int, float]]) -> float:

@@ -182,6 +182,37 @@ def test_each_draft_step_counts_for_the_report_it_ended_before(
     assert_as_alone(decoders, [session])
 
 
+def test_draft_steps_that_wait_are_launched_before_the_draft_reads_and_dropped_with_their_session(
+    decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*given: Any) -> ForestPlan:
+        return replace(forest_plan(*given), steps=1, more=5)
+
+    monkeypatch.setattr("specbranch.core.forest_loop.forest_plan", planned)
+    works, waiting = executor(decoders), list[bool]()
+    caught_up = works._caught_up
+
+    def in_flight() -> Any:
+        forest = works.target.runner.forest
+        return forest._flight.growing if forest is not None and forest._flight is not None else None
+
+    def seen(orders: Any) -> set[int]:
+        growing = in_flight()
+        waiting.append(growing is not None and growing.gi_frame is not None)
+        return caught_up(orders)
+
+    monkeypatch.setattr(works, "_caught_up", seen)
+    session = session_of(1, some_tokens(40, seed=1), max_tokens=80, ignore_eos=True)
+    loop = Loop(works)
+    start(loop, session)
+    while works.ahead < 6:
+        loop.step()
+    growing = in_flight()
+    assert growing.gi_frame is not None and len(waiting) > 5 and not any(waiting)
+    loop.remove(session)
+    assert growing.gi_frame is None
+
+
 @pytest.mark.parametrize("temperature", tiered([0.9, 0.0], (0.9).__eq__))
 @pytest.mark.parametrize("method", tiered(["specbranch", "tree", "auto"], "specbranch".__eq__))
 def test_a_lone_session_has_the_text_of_plain_decoding(

@@ -44,7 +44,7 @@ SHAPINGS = (
     {"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.4},
     {"temperature": 0.0, "logprobs": 2},
 )
-QUICK = {("autoregressive", 64), ("specbranch", 3), ("speculative", 4)}
+QUICK = {("specbranch", 3), ("speculative", 4)}
 Pair = tuple[RecordingRunner, RecordingRunner]
 
 

@@ -88,7 +88,8 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
     "--seconds-training",
     type=float,
     metavar="S",
-    help="Seconds of training, at least 20 steps [300; 120 with --from-served].",
+    help="Seconds of training, with what the target says to the material computed first; at least 20 steps "
+    "[300; 120 with --from-served].",
 )
 @_training("--steps", type=int, metavar="N", help="Train for N steps instead.")
 @_training("--learning-rate", type=float, metavar="X", help="Peak learning rate [0.0006; 0.0002 with --from-served].")

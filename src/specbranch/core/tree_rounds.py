@@ -135,8 +135,8 @@ def _forest_rounds_in_batch(
         tree = _absorb(session, planner, tree, verified, orders, reports, deferred)
         deferred.add(_count_arm, session, planner, planned, session.stats.emitted - began, last_seconds / (plain + 1))
         in_forest = reports.tree is not None  # otherwise the last round was plain, too
-        begun, made = emitted + plain + (not in_forest), len(before) + in_forest
-        _end_rounds(ways, batch_size, session, begun, last_end, made, since)
+        earlier, made = emitted + plain + (not in_forest), len(before) + in_forest
+        _end_rounds(ways, batch_size, session, earlier, last_end, made, since)
         return tree
     except GeneratorExit:
         left = session.take_rounds()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +190,22 @@ def test_a_time_budget_becomes_steps_that_a_resumed_run_keeps(target: Target, tm
     killed_after(training.CALIBRATION, target, tmp_path, settings)
     done = trained(target, tmp_path, settings, resume=True, watch=watcher)
     assert done.steps >= training.CALIBRATION and set(watcher.totals) == {done.steps}
+
+
+def test_computing_the_targets_states_counts_in_a_time_budget(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes more than the budget here, by a clock that jumps."""
+    remember, clock, jumps = training.Teacher.remember, time.monotonic, [0.0]
+
+    def slow(self: training.Teacher, *given: Any) -> None:
+        remember(self, *given)
+        jumps.append(1e7)
+
+    monkeypatch.setattr(training.Teacher, "remember", slow)
+    monkeypatch.setattr(training.time, "monotonic", lambda: clock() + sum(jumps))
+    done = trained(target, tmp_path, replace(SETTINGS, steps=None, seconds=1e6, most_steps=60))
+    assert done.steps == training.CALIBRATION
 
 
 def test_out_of_memory_halves_the_rows_at_a_time_and_says_so(

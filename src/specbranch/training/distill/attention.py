@@ -7,7 +7,7 @@ the same result up to rounding.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
@@ -74,10 +74,15 @@ def has_stretches(device: torch.device, dtype: torch.dtype, head_dim: int) -> bo
         log.warning(SLOW_ATTENTION, error)
         return False
     plain = _with_gradients(partial(masked, mask_of(segments.to(device), dtype)), inputs)
-    if all(torch.allclose(a, b, atol=0.05, rtol=0.05) for a, b in zip(fast, plain, strict=True)):
-        return True
-    log.warning(SLOW_ATTENTION, "its results differ from those with a mask")
-    return False
+    return agrees(fast, plain)
+
+
+def agrees(fast: Sequence[Tensor], plain: Sequence[Tensor]) -> bool:
+    """True if a fast attention gives what products with a mask give; warns if not."""
+    right = all(torch.allclose(a, b, atol=0.05, rtol=0.05) for a, b in zip(fast, plain, strict=True))
+    if not right:
+        log.warning(SLOW_ATTENTION, "its results differ from those with a mask")
+    return right
 
 
 def _with_gradients(attend: AttendPacked, inputs: list[Tensor]) -> list[Tensor]:

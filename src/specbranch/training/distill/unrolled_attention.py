@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specbranch.training.distill.attention import SLOW_ATTENTION, mask_of
+from specbranch.training.distill.attention import SLOW_ATTENTION, agrees, mask_of
 from specbranch.training.distill.material import Batch
 
 log = logging.getLogger("specbranch")
@@ -185,10 +185,7 @@ def has_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         log.warning(SLOW_ATTENTION, error)
         return False
-    if all(torch.allclose(a, b, atol=0.05, rtol=0.05) for a, b in zip(fast, plain, strict=True)):
-        return True
-    log.warning(SLOW_ATTENTION, "its results differ from those with a mask")
-    return False
+    return agrees(fast, plain)
 
 
 def _tried(kernel: Kernel, given: list[Tensor]) -> list[Tensor]:
