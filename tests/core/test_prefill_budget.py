@@ -414,3 +414,12 @@ def test_one_slow_round_shrinks_the_budget_for_two_rounds_at_most(hiccup: int, a
     smaller = sum(after[0] < before[0] for before, after in zip(usual, slow, strict=False))
     assert max(seconds for _, seconds in slow) > 0.05 and smaller <= 2
     assert len(slow) <= len(usual) + 1
+
+
+def test_an_order_behind_a_prompts_beginning_carries_only_what_it_computes() -> None:
+    """The first one carries all, as the prefix cache may know it; a later one costs no more behind a long context."""
+    member = waiting(0, 0, "match")
+    assert len(member.prefill_order(0, 8).on.tail) == 59
+    later = member.prefill_order(16, 8).on
+    assert (later.base, len(later.tail), later.whole().tail) == (16, 8, (1,) * 24)
+    assert len(member.prefill_order(56, 8).on.tail) == 3

@@ -235,7 +235,7 @@ def test_a_prompts_row_has_the_bits_of_a_decode_row_however_its_blocks_are_share
         queries = torch.randn(count, heads, head_dim).to(DEVICE, dtype)
         found = []
         for splits, room in ((1, 1 << 28), (4, 1 << 28), (16, 1 << 28), (16, 1 << 20)):
-            monkeypatch.setattr(attention, "CHUNK_SPLITS", ((1, splits),))
+            monkeypatch.setattr(attention, "chunk_splits", lambda *_, splits=splits: splits)
             monkeypatch.setattr(attention, "PARTIAL_BYTES", room)
             packed, bucket = pack([], 40 * PAGE, chunks=[ChunkRows(table, [0] * count, start)], tile_rows=tile_rows)
             step = views(torch.from_numpy(packed).to(DEVICE), bucket, 32)

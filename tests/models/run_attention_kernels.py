@@ -83,7 +83,7 @@ def check_prompt(form: Attention, sinks: Tensor | None) -> None:
     start, count, tile_rows = 500, 20, attention.chunk_tile_rows(HEADS // KV_HEADS, DIM)
     queries, found = torch.randn(count, HEADS, DIM).to(torch.float16), []
     for splits in (1, 4):
-        attention.CHUNK_SPLITS = ((1, splits),)
+        attention.chunk_splits = lambda *_, splits=splits: splits
         packed, bucket = pack([], 8 * PAGE, chunks=[ChunkRows(table, [0] * count, start)], tile_rows=tile_rows)
         step = views(torch.from_numpy(packed), bucket, 8)
         q = torch.zeros(bucket.total, HEADS, DIM, dtype=torch.float16)

@@ -104,9 +104,13 @@ class Member:
         return self.session.request.by_ratio and not (isinstance(draft, Draft) and draft.plan.length == 0)
 
     def prefill_order(self, start: int, most: int, joins: bool = False) -> Prefill:
-        """Order a model to prefill about `most` tokens from `start` on; `joins`: the next round decodes."""
+        """Order a model to prefill about `most` tokens from `start` on; `joins`: the next round decodes.
+
+        Only the first order has the whole prompt, for the prefix cache: a later one costs the same behind any context.
+        """
         tokens = self.session.tokens
-        on = Context(start, tuple(tokens[start : len(tokens) - 1]), tokens)
+        end = min(start + most, len(tokens) - 1) if start else len(tokens) - 1
+        on = Context(start, tuple(tokens[start:end]), tokens)
         return Prefill(on, most, tokens[-1] if joins else None)
 
     def restart_prefill(self) -> None:

@@ -221,12 +221,12 @@ class Worker:
 
         `uncomputed`: the rest of the prompt. The prefix cache provides what it has of it.
         """
-        held, before, prefill_chunk = self._held[session], self.slots(session).prefix[:], self.runner.prefill_chunk
-        known = self.runner.recall(session, (*before, *uncomputed)) - len(before)
-        end = len(uncomputed)
+        held, prefix, prefill_chunk = self._held[session], self.slots(session).prefix, self.runner.prefill_chunk
+        before, end = len(prefix), len(uncomputed)
+        known = self.runner.recall(session, [*prefix, *uncomputed]) - before
         if most is not None:
-            at = len(before) + known
-            end = min((at // prefill_chunk + max(most // prefill_chunk, 1)) * prefill_chunk - len(before), end)
+            at = before + known
+            end = min((at // prefill_chunk + max(most // prefill_chunk, 1)) * prefill_chunk - before, end)
         if known < end:
             self._extend(session, uncomputed[known:end])
         held.prompt = held.prompt.plus(PrefillCount(read=max(end - known, 0), cached=known))

@@ -72,10 +72,8 @@ PROGRAMS = 256  # programs that share the blocks of a step of one sequence, abou
 BATCH_PROGRAMS = 1024  # the same for several sequences
 # Groups with at most so many blocks are one program, by the least number of rows: many rows leave no program idle.
 WHOLE_BLOCKS = ((32, 8), (1, 2))
-# Programs that share the blocks of a tile of a prompt, by the least number of rows of the step; tiles with at most
-# WHOLE_CHUNK_BLOCKS blocks are one program.
-CHUNK_SPLITS = ((1024, 1), (512, 2), (256, 4), (128, 8), (1, 16))
-WHOLE_CHUNK_BLOCKS = 4
+CHUNK_PROGRAMS, MOST_CHUNK_SPLITS = 256, 32  # programs for all tiles of prompts of a step, about, and for one of them
+WHOLE_CHUNK_BLOCKS = 4  # tiles with at most so many blocks are one program
 EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel starts only when the one before it has ended
 
 
@@ -148,7 +146,8 @@ def attend_by_kernels(
     if out is None:  # products read whole tiles of rows
         out = queries.new_empty(-(-total // GROUP_ROWS) * GROUP_ROWS, heads * head_dim)[:total]
     chunks = step.tiles is not None and not sampled_only
-    split_chunks = _by_rows(CHUNK_SPLITS, total) if chunks else 1
+    chunk_tile = chunk_tile_rows(share, head_dim)
+    split_chunks = chunk_splits(-(-(total - rows) // chunk_tile), kv_heads) if chunks else 1
     # Within a capture this is memory of the graphs' pool, which all layers and graphs use in turn.
     results_of = total if split_chunks > 1 else rows
     partial = partial_slots(results_of, heads, head_dim, queries.element_size(), step.most_pages, block)
@@ -179,12 +178,11 @@ def attend_by_kernels(
             num_warps=BATCH_WARPS, num_stages=_by_rows(BATCH_STAGES, rows), **how,
         )  # fmt: skip
     if chunks and step.tiles is not None:
-        tile_rows = chunk_tile_rows(share, head_dim)
         kernels.attend_chunks[(len(step.tiles), kv_heads, split_chunks)](
             queries, keys, values, sums, tops, totals, out, step.tiles, step.tables, step.counts, scale, keys.stride(0),
-            rows, partial, sinks, **shape, **tiling, **form, TILE_ROWS=tile_rows, TOTAL=total,
+            rows, partial, sinks, **shape, **tiling, **form, TILE_ROWS=chunk_tile, TOTAL=total,
             WHOLE=WHOLE_CHUNK_BLOCKS, SPLITS=split_chunks,
-            num_warps=CHUNK_WARPS if tile_rows * padded > CHUNK_ROWS or head_dim >= LARGE_HEAD else WARPS,
+            num_warps=CHUNK_WARPS if chunk_tile * padded > CHUNK_ROWS or head_dim >= LARGE_HEAD else WARPS,
             num_stages=CHUNK_STAGES, **how,
         )  # fmt: skip
     joined_heads = share if batch and rows > JOINED_ROWS and split_chunks == 1 else 1
@@ -217,6 +215,12 @@ def chunk_tile_rows(share: int, head_dim: int = 0) -> int:
     """Return how many rows of a prompt are a tile; `share`: query heads that share a key head."""
     queries = LARGE_QUERIES if head_dim >= LARGE_HEAD else CHUNK_QUERIES
     return max(min(queries // power_of_two(share), CHUNK_ROWS), LEAST_TILE_ROWS)
+
+
+def chunk_splits(tiles: int, kv_heads: int) -> int:
+    """Return how many programs share the blocks of a tile of a prompt and key head; the step has so many `tiles`."""
+    wanted = min(max(CHUNK_PROGRAMS // (tiles * kv_heads), 1), MOST_CHUNK_SPLITS)
+    return 1 << (wanted.bit_length() - 1)
 
 
 def partial_slots(rows: int, heads: int, head_dim: int, element: int, most_pages: int, block: int) -> int:
