@@ -1,8 +1,8 @@
-"""A GPU's runner under a grammar, here on the CPU: the host's path judges, and no fast path takes part."""
+"""A GPU's runner under a grammar, here on the CPU: plain decoding gets its masks late, other fast paths stay away."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,15 @@ import torch
 
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.experience import Experience
-from specbranch.core.grammar import Constraint
+from specbranch.core.grammar import Allowed, Constraint
 from specbranch.core.loop import Loop, RoundLimits
 from specbranch.core.methods import METHODS
-from specbranch.core.orders import Context
+from specbranch.core.orders import Context, Orders, Reports
 from specbranch.core.request import Request, Spot
-from specbranch.core.runner import Done, Feed, Growing, Hear, Lanes, PlainStep, VerifyWork
+from specbranch.core.runner import NO_MASKS, Done, Feed, Growing, Hear, Lanes, PlainStep, VerifyWork
 from specbranch.core.session import Session
 from specbranch.core.trees import Tree
+from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
@@ -49,6 +50,7 @@ class Slow(GpuRunner):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.fast, self.joined = [], []
+        self.decoded: set[int] = set()  # sequences in steps of plain decoding, with and without a grammar
         self.beside = 0  # verify orders in a step of plain decoding
 
     def saw(self, what: str, seqs: Collection[int]) -> None:
@@ -69,10 +71,16 @@ class Slow(GpuRunner):
         self.saw("read ahead", [feed.seq] if found else [])
         return found
 
-    def decode(self, texts: Texts, going_on: Collection[int], verify: VerifyWork | None = None) -> PlainStep | None:
-        self.saw("decode", texts)
+    def decode(
+        self,
+        texts: Texts,
+        going_on: Collection[int],
+        verify: VerifyWork | None = None,
+        masks: Mapping[int, Allowed] = NO_MASKS,
+    ) -> PlainStep | None:
+        self.decoded |= set(texts)
         self.beside += len(verify.trials) if verify is not None else 0
-        return super().decode(texts, going_on, verify)
+        return super().decode(texts, going_on, verify, masks)
 
     def join(self, seq: int, token: int) -> None:
         self.saw("join", [seq])
@@ -145,6 +153,7 @@ def test_every_method_gives_the_answer_of_plain_decoding(
         for mine, theirs in zip(found.logprobs, expected.logprobs, strict=True):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-6)
     assert target.fast == draft.fast == []
+    assert (target.decoded == {2, 4}) is (method == "autoregressive"), "plain decoding goes on under a grammar"
 
 
 @pytest.mark.parametrize("method", tiered(["autoregressive", "specbranch", "lookup"], "specbranch".__eq__))
@@ -161,7 +170,9 @@ def test_a_batch_with_and_without_grammars_gives_what_each_gives_alone(
         expected = reference(decoders, session.number, params)
         assert (session.tokens, session.finished) == (expected.tokens, expected.finished), session.number
     assert target.fast == []
-    assert target.beside > 5 or method == "lookup", "verify orders with masks go beside the plain steps of others"
+    if method == "autoregressive":
+        assert target.decoded >= {2, 4}
+    assert target.beside > 5 or method != "specbranch", "verify orders with masks go beside the plain steps of others"
 
 
 def test_a_prompt_with_a_grammar_does_not_join_the_step_that_others_launch_ahead(
@@ -198,7 +209,55 @@ def test_every_gate_refuses_a_request_with_a_grammar(decoders: tuple[Any, Any]) 
         worker.open(number, request)
         runner.extend(number, (1, 2))
         free = not params.is_constrained
-        assert runner.decodes(number, 3) is worker.decodes(number, 3) is free
+        assert runner.decodes(number, 3) and worker.decodes(number, 3), "the host brings the masks"
         assert asking.is_chosen_in_graph(Spot(request, 3, list)) is free
         receiver = worker.receiver(number, Context(2, (3,)), lambda: None)  # type: ignore[arg-type,return-value]
         assert (receiver is not None) is free
+
+
+def test_watchers_of_plain_rounds_see_what_a_grammar_allows(decoders: tuple[Any, Any]) -> None:
+    target, params = Slow(decoders[0], CONTEXT), SamplingParams(temperature=0.8, max_tokens=24)
+    session, allowed = session_of(2, params), list[bool]()
+
+    def note(orders: Orders, reports: Reports, added: int) -> None:
+        assert orders.verify is not None and reports.verdict is not None
+        given = orders.verify.allowed
+        allowed.append(given is not None and given[0] is not None and reports.verdict.token in given[0])
+
+    session.on_round = note
+    run(Serial(Verifier(target)), "autoregressive", [session])
+    assert allowed and all(allowed) and target.decoded == {2}
+
+
+def test_a_grammar_without_a_way_on_fails_its_request_alone(decoders: tuple[Any, Any]) -> None:
+    """The toy's parser dies after five tokens; its neighbour decodes on."""
+
+    class Dying(ToyParser):
+        taken = 0
+
+        def consume(self, token: int) -> None:
+            self.taken += 1
+            super().consume(token)
+
+        def rollback(self, count: int) -> None:
+            self.taken -= count
+            super().rollback(count)
+
+        def mask(self) -> bytes:
+            return bytes(len(super().mask())) if self.taken >= 5 else super().mask()
+
+        def accepts(self) -> bool:
+            return False
+
+    params = SamplingParams(max_tokens=20)
+    prompt = some_tokens(8, seed=3)
+    parser = partial(Dying, ToyGrammar(2, VOCABULARY, force=0.0, end=0.0))
+    request = Request(params, 2, len(prompt), eos_ids=(END,), constraint=Constraint(parser, frozenset((END,))))
+    dying, other = Session(2, prompt, request, 250), session_of(1, params)
+    loop = Loop(Serial(Verifier(GpuRunner(decoders[0], CONTEXT))))
+    for session in (dying, other):
+        config = SpeculativeConfig(method="autoregressive")
+        loop.join(session, METHODS["autoregressive"].start(session, config, Experience(has_draft=False)))
+    run_out(loop)
+    assert isinstance(dying.error, BadParameter) and len(dying.output) == 5
+    assert other.tokens == reference(decoders, 1, params).tokens

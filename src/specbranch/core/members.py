@@ -54,7 +54,7 @@ class Member:
     def renew(self) -> None:
         """Bring its orders up to date: plain rounds have committed tokens since they were made."""
         if self.committed and isinstance(self.wants, Orders):
-            verify = self.session.verify_plainly()
+            verify = self.session.verify_plainly(to_the_end=True)
             self.wants, self.committed = replace(self.wants, verify=verify, plain_rounds=self.plain_rounds), False
 
     @property

@@ -211,8 +211,12 @@ class Verify:
 
     @property
     def is_plain(self) -> bool:
-        """True if it asks for the next token alone, and nothing is launched behind it but one more."""
-        return not self.tokens and self.aside is None and self.allowed is None and self.follows is None
+        """True if it asks for the next token alone, and nothing is launched behind it but one more.
+
+        So is a masked one, if plain decoding goes on: the next mask comes while the next step runs.
+        """
+        alone = not self.tokens and self.aside is None and self.follows is None
+        return alone and (self.allowed is None or self.goes_on or self.ends)
 
     @property
     def is_chain(self) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from specbranch.core.costs import MeasuredCosts
+from specbranch.core.grammar import Allowed
 from specbranch.core.members import Member
 from specbranch.core.orders import Context, Orders, Reports, Span, TokenLogprobs, Verdict, Verify
 from specbranch.core.plain_rounds import PlainBatch, PlainOrders, PlainReports, PlainRounds, going_on
@@ -85,10 +86,11 @@ class PlainLoop:
         batch = self._rounds.batch(self._host.members.values(), chunked)
         if batch is None:
             return None
+        masks = self._masks(batch)
         asked = self._asked(batch) if batch.others else {}
         decoding = len(batch.decoding) + rows_of(asked.values())
         asked |= self._prefills.beside_plain(batch.prefilling, decoding)
-        reports = self._run(batch, asked)
+        reports = self._run(batch, asked, masks)
         if reports is None:
             return None
         self._learn(reports, len(batch.decoding), asked)
@@ -103,7 +105,13 @@ class PlainLoop:
         ordered = {number: one.next_orders for number, one in idle.items() if number in self._host.members}
         return {number: orders for number, orders in ordered.items() if orders is not None}
 
-    def _run(self, batch: PlainBatch, asked: Mapping[int, Orders]) -> PlainReports | None:
+    def _masks(self, batch: PlainBatch) -> dict[int, Allowed]:
+        """Return what may follow the texts of sessions with a grammar; the step that needs it runs already."""
+        sessions = [member.session for member in batch.decoding if member.session.state is not None]
+        masks = {session.number: session.state.allowed for session in sessions if session.state is not None}
+        return {number: mask for number, mask in masks.items() if mask is not None}
+
+    def _run(self, batch: PlainBatch, asked: Mapping[int, Orders], masks: Mapping[int, Allowed]) -> PlainReports | None:
         """Run a round; None: an error, which a round of orders will trace to its session."""
         rounds, members = self._rounds, self._host.members
         assert rounds.executor is not None
@@ -118,7 +126,7 @@ class PlainLoop:
 
         rounds.forget()  # if the round fails or is interrupted, nothing is launched
         try:
-            return rounds.executor.decode(PlainOrders(texts, going_on(batch), asked, heads, meanwhile))
+            return rounds.executor.decode(PlainOrders(texts, going_on(batch), asked, heads, masks, meanwhile))
         except Exception as error:
             level = logging.DEBUG if rounds.has_failed else logging.WARNING
             log.log(level, "A round of plain decoding failed; it is ordered session by session.", exc_info=error)
@@ -189,12 +197,13 @@ class PlainLoop:
         if token == NO_TOKEN:
             session.fail(not_finite("the target"))
         elif member.plain_rounds > 1 and host.trace is None and session.stats.emitted:
+            asked = _as_ordered(session) if session.on_round else PLAIN_ORDERS
             try:
                 member.commit(token, logprobs, span.seconds)
             except Exception as error:
                 host.fail(session, error)
             if session.on_round:
-                host.call_watcher(session, PLAIN_ORDERS, Reports(verdict=_verdict(token, logprobs), verifying=span), 1)
+                host.call_watcher(session, asked, Reports(verdict=_verdict(token, logprobs), verifying=span), 1)
         else:
             member.renew()
             assert member.orders is not None
@@ -202,6 +211,13 @@ class PlainLoop:
             return
         if session.finished:
             host.remove(session)
+
+
+def _as_ordered(session: Session) -> Orders:
+    """Return the next token's orders as watchers see them: with what a grammar allows."""
+    if session.state is None:
+        return PLAIN_ORDERS
+    return Orders(verify=Verify(Context(0, ()), allowed=(session.state.allowed,)))
 
 
 def _verdict(token: int, logprobs: TokenLogprobs | None) -> Verdict:

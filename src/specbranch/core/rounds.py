@@ -29,7 +29,7 @@ FORCED_AT_ONCE = 15  # tokens that a grammar forces, in one forward
 def autoregressive(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
     """Plain decoding, one token a forward: the reference for every other method."""
     while not session.finished:
-        reports = yield Orders(verify=session.verify_plainly(), plain_rounds=session.room)
+        reports = yield Orders(verify=session.verify_plainly(to_the_end=True), plain_rounds=session.room)
         absorb(session, policy, NOTHING, reports)
 
 

@@ -369,6 +369,9 @@ class PlainStep:
     verdicts: Verdicts | None = None  # on the trials whose rows are in the next step; None: it has none
 
 
+NO_MASKS: Mapping[int, Allowed] = {}
+
+
 @runtime_checkable
 class DecodesBatches(Protocol):
     """A Runner that decodes a batch plainly, and launches each step before it has read the one before."""
@@ -382,9 +385,15 @@ class DecodesBatches(Protocol):
         ...
 
     def decode(
-        self, texts: Mapping[int, Sequence[int]], going_on: Collection[int], verify: VerifyWork | None = None
+        self,
+        texts: Mapping[int, Sequence[int]],
+        going_on: Collection[int],
+        verify: VerifyWork | None = None,
+        masks: Mapping[int, Allowed] = NO_MASKS,
     ) -> PlainStep | None:
         """Decode one token of each sequence; `going_on`: those that decode one more behind it, unless it ends them.
+
+        `masks`: what may follow the texts of sequences with a grammar.
 
         All tokens of a text but the last are computed. Sequences that have no row in the step that was launched ahead
         get one in the next, and no token now. `verify`: rows of other sequences for the next step. They need none of

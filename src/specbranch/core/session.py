@@ -112,9 +112,12 @@ class Session:
             Verify(self._context("target"), pending.tokens, None, pending.q, follows=self._unless_ended(follows))
         )
 
-    def verify_plainly(self, goes_on: bool = True) -> Verify:
-        """Order the next token; `goes_on` says that one more will follow, `ends` that none will."""
-        goes_on = goes_on and self.room > 1 and self.state is None  # a grammar's next mask is not known yet
+    def verify_plainly(self, goes_on: bool = True, to_the_end: bool = False) -> Verify:
+        """Order the next token; `goes_on` says that one more will follow, `ends` that none will.
+
+        `to_the_end`: so will all later ones, whatever a grammar forces.
+        """
+        goes_on = goes_on and self.room > 1 and (to_the_end or self.state is None)
         return self._constrained(Verify(self._context("target"), goes_on=goes_on, ends=self.room <= 1))
 
     def verify_tree(self, tree: Tree, aside: Aside | None = None, follows: Follows | None = None) -> Verify:

@@ -145,7 +145,7 @@ class Verifier(Worker):
         """True if the session can be decoded in a plain batch, behind `length` tokens; then also behind more."""
         request = self.request(session)
         forecasts = request.wants_forecast and self.forecaster is not None
-        if self._batches is None or forecasts or request.is_constrained:
+        if self._batches is None or forecasts:
             return False
         return self._batches.decodes(session, length)
 
@@ -166,7 +166,7 @@ class Verifier(Worker):
         if not self._batches.fits(orders.texts, verify):
             return None
         reached, short = self.prefill(orders.prefills)
-        step = self._batches.decode(orders.texts, orders.going_on, verify)
+        step = self._batches.decode(orders.texts, orders.going_on, verify, orders.masks)
         if step is None:
             return None
         self.runner.flush()  # if no step was launched, none has taken the chunks

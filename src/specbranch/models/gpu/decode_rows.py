@@ -60,7 +60,12 @@ class DecodeRow:
         params = self.request.params
         cut = not self.request.greedy and (params.top_k is not None or params.top_p < 1.0 or params.min_p > 0.0)
         edited = is_penalised(params) or bool(params.logit_bias) or params.min_tokens > 0
-        return cut or edited or params.logprobs is not None
+        return cut or edited or params.logprobs is not None or self.is_masked
+
+    @property
+    def is_masked(self) -> bool:
+        """True if a grammar decides which tokens may follow."""
+        return self.request.is_constrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,7 @@ class DecodeRows:
         self.positions = np.array(positions, dtype=np.int32)
         self.tokens = np.array(tokens, dtype=np.int32)
         self.is_shaped = any(row.is_shaped for row in rows)
+        self.is_masked = any(row.is_masked for row in rows)
         self.before, self.sources = before, sources
         self.shaping: object | None = None  # what `shaped_decode.py` keeps for the steps of these sequences
         self._noisy = [at for at, row in enumerate(rows) if not row.request.greedy]

@@ -1,8 +1,9 @@
 """Plain decoding of a batch on a GPU: the host launches each step before it has read the one before.
 
 Owns the step in flight: which sequences have a row in it, at which position, and where their tokens come from. The
-device passes the sampled tokens from one step to the next; the host only learns them. Rows of verify orders of other
-sequences go with the step that is launched. Does not own the launch (`launching.py`), the arrays of a step
+device passes the sampled tokens from one step to the next; the host only learns them. With grammars a step is launched
+before its masks are known: its tokens are chosen once the host knows the tokens before them. Rows of verify orders of
+other sequences go with the step that is launched. Does not own the launch (`launching.py`), the arrays of a step
 (`decode_rows.py`) or verdicts (`answers.py`). Invariant: a row that is not read after all, because its request has
 ended, was preempted or paused, has no effect: what it wrote lies behind the sequence, and all later work of the device
 comes after it.
@@ -16,15 +17,16 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from specbranch.core.grammar import Allowed
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
-from specbranch.core.runner import NO_TOKEN, PlainStep, Verdicts, VerifyWork
+from specbranch.core.runner import NO_MASKS, NO_TOKEN, PlainStep, Verdicts, VerifyWork
 from specbranch.errors import CacheFull, SpecBranchError
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu.decode_rows import DecodeRow, DecodeRows
 from specbranch.models.gpu.layout import CONFIDENCE
-from specbranch.models.gpu.shaped_decode import logprobs_in
+from specbranch.models.gpu.shaped_decode import Unchosen, logprobs_in
 from specbranch.models.runners.sequences import OpenSequence
 
 Texts = Mapping[int, Sequence[int]]  # the tokens of sequences; all but the last are computed
@@ -58,9 +60,11 @@ class DecodeLauncher(Protocol):
         """True if so many rows, the longest behind `longest` tokens, are one step."""
         ...
 
-    def launch_decode(self, rows: DecodeRows, verify: VerifyWork | None = None) -> tuple[Reading, Verdicts | None]:
+    def launch_decode(
+        self, rows: DecodeRows, verify: VerifyWork | None = None
+    ) -> tuple[Reading | Unchosen, Verdicts | None]:
         """Launch a decode step, with prefill that was put off and rows of `verify`; returns its results and its
-        verdicts, in flight."""
+        verdicts, in flight. With grammars, its tokens are not chosen yet."""
         ...
 
     def commit(self, seq: int, token: int) -> None:
@@ -82,12 +86,17 @@ class Flight:
     rows: DecodeRows
     positions: list[int]  # of the rows
     row_of: dict[int, int]  # by sequence; those that are closed have none
-    results: Reading
+    results: Reading | Unchosen
     # What each row computes: a token, or the one that row r of the step before has sampled, as -1 - r. Once that step
     # is read, all are tokens.
     tokens: list[int]
     verdicts: Verdicts | None = None  # on rows of verify orders
     verify_rows: int = 0
+
+    def choose(self, now: Mapping[int, int], masks: Mapping[int, Allowed]) -> None:
+        """Choose the tokens of a step with grammars; `masks`: what may follow the texts of sequences."""
+        if isinstance(self.results, Unchosen):
+            self.results = self.results.choose({row: masks[seq] for seq, row in now.items() if seq in masks})
 
     def reads(self, texts: Texts) -> dict[int, int]:
         """Return the rows that compute the last token of a text, by sequence."""
@@ -121,7 +130,13 @@ class PlainDecoder:
         """Forget all rows in flight; a later step computes them again."""
         self._flight = None
 
-    def decode(self, texts: Texts, going_on: Collection[int], verify: VerifyWork | None = None) -> PlainStep | None:
+    def decode(
+        self,
+        texts: Texts,
+        going_on: Collection[int],
+        verify: VerifyWork | None = None,
+        masks: Mapping[int, Allowed] = NO_MASKS,
+    ) -> PlainStep | None:
         """See `DecodesBatches.decode`."""
         joining, self._joining = self._joining, {}
         flight, self._flight = self._flight, None
@@ -136,6 +151,7 @@ class PlainDecoder:
             if flight is None:
                 return PlainStep(dict, 0, False, frozenset(), failed)
             now, entering = flight.row_of, {}
+        flight.choose(now, masks)  # the step behind it begins with these tokens
         entered = self._with_memory(entering, failed)
         kept, same_tables = self._kept(flight, now, going_on)
         others, more = kept.keys() | entered.keys(), verify.rows if verify else 0
@@ -282,6 +298,7 @@ class PlainDecoder:
         logprobs: dict[int, TokenLogprobs],
     ) -> dict[int, int]:
         """Wait for a step, commit the tokens that it has computed, and return those that it has sampled."""
+        assert not isinstance(flight.results, Unchosen)
         results = flight.results()
         sampled: list[int] = results[:, 0].astype(np.int64).tolist()
         for row in np.isnan(results[:, CONFIDENCE]).nonzero()[0].tolist():  # its logits are not all finite

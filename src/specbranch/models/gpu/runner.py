@@ -8,7 +8,7 @@ tokens or pages, has the steps forgotten that were started ahead and do not matc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.forest import ForestOrders, ForestStep, wants_forests
+from specbranch.core.grammar import Allowed
 from specbranch.core.orders import Context, Receiver
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import (
+    NO_MASKS,
     Ask,
     Done,
     Feed,
@@ -57,7 +59,7 @@ from specbranch.models.gpu.launching import StepLauncher, wide
 from specbranch.models.gpu.layout import CHUNK_STEP_ROWS, MOST_TOTAL_ROWS, power_of_four
 from specbranch.models.gpu.own_stream import DeviceStream
 from specbranch.models.gpu.plain_decode import PlainDecoder, Texts
-from specbranch.models.gpu.shaped_decode import ShapedSampler
+from specbranch.models.gpu.shaped_decode import ShapedSampler, Unchosen
 from specbranch.models.gpu.step import GpuStep, Graphs, Ran
 from specbranch.models.gpu.step_warm_up import StepWarmUp
 from specbranch.models.gpu.stream_clock import DeviceMoment
@@ -220,17 +222,23 @@ class GpuRunner(NativeRunner):
     # --- plain decoding; see `DecodesBatches` and `DecodeLauncher` ---
 
     @torch.inference_mode()
-    def decode(self, texts: Texts, going_on: Collection[int], verify: VerifyWork | None = None) -> PlainStep | None:
+    def decode(
+        self,
+        texts: Texts,
+        going_on: Collection[int],
+        verify: VerifyWork | None = None,
+        masks: Mapping[int, Allowed] = NO_MASKS,
+    ) -> PlainStep | None:
         """Decode one token of each sequence, and launch the next step, with the rows of `verify`."""
         self.early.forget()
         with self.stream.here():
-            return self.plain.decode(texts, going_on, verify)
+            return self.plain.decode(texts, going_on, verify, masks)
 
     def decodes(self, seq: int, length: int) -> bool:
         """True if the device samples the token behind `length` tokens by itself; so it does for all later ones."""
         request = self._requests[seq]
         if self.decoder.columns is None:
-            return not request.by_ratio and not request.is_constrained
+            return not request.by_ratio
         params = request.params  # a reduced head samples in the graph alone, never behind it
         in_graph = asking.is_chosen_in_graph(Spot(request, length, list))
         return in_graph and params.logprobs is None and not params.min_tokens
@@ -260,10 +268,12 @@ class GpuRunner(NativeRunner):
         """True if so many rows are one step; `longest`: tokens of the longest sequence."""
         return self.launcher.fits_one_step(rows, longest)
 
-    def launch_decode(self, rows: DecodeRows, verify: VerifyWork | None = None) -> tuple[Reading, Verdicts | None]:
+    def launch_decode(
+        self, rows: DecodeRows, verify: VerifyWork | None = None
+    ) -> tuple[Reading | Unchosen, Verdicts | None]:
         """Launch a plain decode step with the rows of `verify`; it also computes prefill that was put off.
 
-        Returns its results and its verdicts, in flight.
+        Returns its results and its verdicts, in flight. If a row has a grammar, the step's tokens are not chosen yet.
         """
         if verify is None:
             ran, choosing = self.launcher.launch_decode(rows)
@@ -277,14 +287,16 @@ class GpuRunner(NativeRunner):
             decoded = self._decoded(rows, ran, choosing, results)
             return decoded, self.answers.verdicts_beside(beside, ran, results, len(rows))
 
-    def _decoded(self, rows: DecodeRows, ran: Ran, choosing: Tensor, results: Reading | None) -> Reading:
-        """Return the results of decode rows; `results`: as the graph has sampled them."""
+    def _decoded(self, rows: DecodeRows, ran: Ran, choosing: Tensor, results: Reading | None) -> Reading | Unchosen:
+        """Return the results of decode rows, or how to choose them; `results`: as the graph has sampled them."""
         if results is not None and not rows.is_shaped:
             rows.before, rows.sources = None, ()  # needed no longer
             return results
         logits = wide(ran.logits[: len(rows)])[:, : self.sampler.vocabulary]
         sampler = ShapedSampler(self.transfer, self.sampler.vocabulary, self.answers.picked)
-        return self.transfer.later(sampler.results(rows, logits, choosing))
+        if rows.is_masked:  # a later step brings its own numbers
+            return Unchosen(sampler, rows, logits, choosing.clone())
+        return sampler.read_later(rows, logits, choosing)
 
     # --- rounds of the forest; see `GrowsForests` ---
 

@@ -8,23 +8,25 @@ for the same text; nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specbranch.core.grammar import Allowed
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Spot
+from specbranch.core.runner import NO_MASKS
 from specbranch.models.files.head_columns import finder
-from specbranch.models.forward.transfer import Transfer
+from specbranch.models.forward.transfer import Reading, Transfer
 from specbranch.models.gpu.decode_rows import DecodeRows
 from specbranch.models.gpu.layout import CONFIDENCE
 from specbranch.models.sampling import sample
 from specbranch.models.sampling.sample import Asked
 from specbranch.models.sampling.sampler import logprobs_of
-from specbranch.models.sampling.sheet import is_penalised, sheet_of
+from specbranch.models.sampling.sheet import is_penalised, masks_of, sheet_of
 
 LOGPROBS = CONFIDENCE + 1  # where log-probabilities begin in a row of results: ids, then their values
 STATIC = ("bias", "least", "rank", "share", "temperature")  # parameters that are the same in every step
@@ -131,11 +133,22 @@ class ShapedSampler:
     def __init__(self, transfer: Transfer, width: int, pick: Pick) -> None:
         self._transfer, self._width, self._pick = transfer, width, pick
 
-    def results(self, rows: DecodeRows, logits: Tensor, choosing: Tensor) -> Tensor:
-        """Return a row's token, 1, NaN if its scores are no numbers, and log-probabilities [rows, numbers]."""
+    def read_later(
+        self, rows: DecodeRows, logits: Tensor, choosing: Tensor, masks: Mapping[int, Allowed] = NO_MASKS
+    ) -> Reading:
+        """Start to read the results of a step."""
+        return self._transfer.later(self.results(rows, logits, choosing, masks))
+
+    def results(
+        self, rows: DecodeRows, logits: Tensor, choosing: Tensor, masks: Mapping[int, Allowed] = NO_MASKS
+    ) -> Tensor:
+        """Return a row's token, 1, NaN if its scores are no numbers, and log-probabilities [rows, numbers].
+
+        `masks`: the tokens that are allowed, by row.
+        """
         shaping = rows.shaping if isinstance(rows.shaping, Shaping) else self._shaping(rows)
         rows.shaping, rows.before, rows.sources = shaping, None, ()
-        asked = {**shaping.asked, **self._forbidden(rows, shaping)}
+        asked = {**shaping.asked, **self._forbidden(rows, shaping), **self._masks(rows, masks)}
         edited = sample.edited(logits, asked)
         if shaping.penalties is not None:
             edited = shaping.penalties.apply(edited)
@@ -149,6 +162,14 @@ class ShapedSampler:
             ids, logs = sample.logprobs(logits, tokens, shaping.top)
             parts += [ids.double(), logs]
         return torch.cat(parts, dim=-1)
+
+    def _masks(self, rows: DecodeRows, masks: Mapping[int, Allowed]) -> dict[str, Tensor]:
+        """Return the masks of rows as packed bits; a row without one may have any token."""
+        if not masks:
+            return {}
+        width = self._width
+        spots = [Spot(row.request, 0, list, allowed=masks.get(at)) for at, row in enumerate(rows.rows)]
+        return self._transfer.up(masks_of(spots, width, finder(None, width), None))
 
     def _shaping(self, rows: DecodeRows) -> Shaping:
         """Bring the parameters of rows to the device."""
@@ -180,6 +201,20 @@ class ShapedSampler:
         if not found:
             return {}
         return self._transfer.up({"forbid": np.array(found, dtype=np.float64).T.copy()})
+
+
+@dataclass(frozen=True, slots=True)
+class Unchosen:
+    """A step that was launched before its masks were known: its tokens are chosen later, before the next step."""
+
+    sampler: ShapedSampler
+    rows: DecodeRows
+    logits: Tensor  # a copy
+    choosing: Tensor  # likewise
+
+    def choose(self, masks: Mapping[int, Allowed]) -> Reading:
+        """Choose the tokens; `masks`: those that are allowed, by row."""
+        return self.sampler.read_later(self.rows, self.logits, self.choosing, masks)
 
 
 def logprobs_in(results: np.ndarray, row: int, top: int) -> TokenLogprobs:

@@ -33,7 +33,7 @@ def sheet_of(spots: Sequence[Spot], width: int, find: Find, tokens: np.ndarray |
     `tokens`: the token of each column; None: a column is its own token. `bias`, `forbid`, `repeat` and `less` are
     triples of row, column and number.
     """
-    arrays = {**_edits(spots, find), **_allowed(spots, width, find, tokens), **_cuts(spots, width)}
+    arrays = {**_edits(spots, find), **masks_of(spots, width, find, tokens), **_cuts(spots, width)}
     temperatures = [temperature_of(spot) for spot in spots]
     if any(temperature != 1.0 for temperature in temperatures):
         arrays["temperature"] = np.array(temperatures, dtype=np.float32)
@@ -105,7 +105,7 @@ def _found(tokens: Iterable[int], find: Find) -> list[int]:
     return [column for token in tokens if (column := find(token)) is not None]
 
 
-def _allowed(spots: Sequence[Spot], width: int, find: Find, tokens: np.ndarray | None) -> Arrays:
+def masks_of(spots: Sequence[Spot], width: int, find: Find, tokens: np.ndarray | None) -> Arrays:
     """Return a mask of the allowed tokens, one bit for each column [rows, bytes]."""
     if all(spot.allowed is None for spot in spots):
         return {}
