@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,6 +10,8 @@ from feature_drafts import Recipe, save_feature_draft
 from specbranch import LLM, LoadOptions, SamplingParams
 from specbranch.assembly import ModelChoice, chosen_target, experience_key
 from specbranch.errors import BadParameter
+from specbranch.lab.bench.order import checked_running
+from specbranch.lab.bench.recorded_pair import RecordedPair
 from specbranch.models.runners.native import NativeRunner
 from tiers import tiered
 from tiny_pair import SIZES, make_gpt2, make_pair
@@ -26,8 +27,8 @@ CASES = [
 ]
 
 
-def texts(llm: LLM, **how: Any) -> list[tuple[int, ...]]:
-    return [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS, **how)]
+def texts(llm: LLM) -> list[tuple[int, ...]]:
+    return [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)]
 
 
 @pytest.mark.parametrize("case", tiered(CASES, {"specbranch process", "tree serial"}.__contains__))
@@ -72,6 +73,27 @@ def test_a_window_without_a_draft_gets_a_sentence(pair: tuple[str, str], caplog:
     with LLM(pair[0], method="lookup", device="cpu", options={"draft_window": WINDOW}):
         pass
     assert "draft_window is 12, but no draft is loaded" in caplog.text
+
+
+def test_another_draft_in_exchange_gets_the_same_window(tmp_path: Path) -> None:
+    (target, draft), other = make_pair(tmp_path / "pair"), make_pair(tmp_path / "short", positions=64)[1]
+    with LLM(target, draft, device="cpu", options={"draft_window": WINDOW}) as llm:
+        llm.exchange_draft(other)
+        assert llm.drafter is not None and isinstance(llm.drafter.runner, NativeRunner)
+        assert llm.drafter.runner.architecture.draft_window == WINDOW
+        assert llm.drafter.runner.context_length == 512
+        assert texts(llm) == texts(LLM(target, method="autoregressive", device="cpu"))
+
+
+def test_a_bench_names_the_window_and_gives_it_to_the_draft(pair: tuple[str, str], tmp_path: Path) -> None:
+    running = checked_running("serial", "cpu", None, None, None, WINDOW, None, by_the_wall=True)
+    assert running.not_default() == {"device": "cpu", "draft_window": WINDOW} and running.suffix == "+12-window"
+    with RecordedPair(target=pair[0], draft=pair[1], running=running, folder=tmp_path) as recorded:
+        assert recorded.identity["draft_window"] == WINDOW
+        assert recorded.llm.drafter is not None and isinstance(recorded.llm.drafter.runner, NativeRunner)
+        assert recorded.llm.drafter.runner.architecture.draft_window == WINDOW
+    with pytest.raises(BadParameter, match="draft_window is 0"):
+        checked_running("serial", "cpu", None, None, None, 0, None, by_the_wall=True)
 
 
 def test_what_is_learned_under_a_window_is_kept_apart(pair: tuple[str, str]) -> None:
