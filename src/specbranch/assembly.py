@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, get_args
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
-from specbranch.config import DeviceMap, ExecutorName, LoadOptions, RunnerName, WeightsName, check_loading
+from specbranch.config import (
+    DeviceMap,
+    ExecutorName,
+    LoadOptions,
+    RunnerName,
+    WeightsName,
+    check_draft_window,
+    check_loading,
+)
 from specbranch.core.draft_evaluation import NOT_EVALUATED, DraftEvaluation
 from specbranch.core.loop import Executor
 from specbranch.core.runner import Runner
@@ -69,6 +77,7 @@ class ModelChoice:
     cache_dtype: str | None = None  # of stored keys and values; None: `dtype`
     # how matrices are stored; None: in `dtype`, or in int8 for a draft whose file is
     weights: WeightsName | None = None
+    draft_window: int | None = None  # last positions that a draft attends to besides the first few; None: all
     device_map: DeviceMap | None = None  # auto: over all GPUs, by the transformers runner; None: on one device
     prefix_cache: bool = True  # keep the KV pages of prompts for prompts with the same beginning
 
@@ -80,6 +89,7 @@ class ModelChoice:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise unknown("dtype", str(self.dtype), DTYPES)
         check_loading(self.runner, self.weights, self.context_length, self.cache_tokens)
+        check_draft_window(self.draft_window)
         if self.device_map is not None:
             self._check_device_map()
 
@@ -115,12 +125,20 @@ def chosen_draft(name: str | None, target: ModelChoice, options: LoadOptions) ->
     from specbranch.models.families.heads import refuse_head_as_draft
 
     if not name:
+        if options.draft_window is not None:
+            log.warning("draft_window is %d, but no draft is loaded: it has no effect.", options.draft_window)
         return None
     refuse_head_as_draft(name)
     device = options.draft_device or target.device
     stored = draft_cache_dtype(options.cache_dtype, device)
     own: dict[str, Any] = {"weights": options.draft_weights, "cache_dtype": stored}
+    own["draft_window"] = options.draft_window
     return replace(target, name=name, device=device, shorten=True, device_map=None, **own)
+
+
+def _no_draft_window(window: int, reason: str) -> BadParameter:
+    """Build the error for a draft that cannot have a window."""
+    return BadParameter(f"draft_window is {window}, but {reason}. Leave --draft-window out here.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +177,12 @@ def assemble(
     if executor == "streams" and torch_device(target) == "cpu":
         raise _needs_gpu_target("on the CPU")
     if draft is not None and is_link(draft.name):
+        if draft.draft_window is not None:
+            loaded = f"the worker at {draft.name} has loaded its draft: give the option to `specbranch draft-worker`"
+            raise _no_draft_window(draft.draft_window, loaded)
         return _linked(target, finder_of(draft.name))
     draft = draft and fitted_to_target(draft, target.name)
-    if draft is not None and executor != "serial":
+    if draft is not None:
         _refuse_features(draft, executor)
     if draft is not None and executor == "process":
         target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
@@ -177,15 +198,25 @@ def assemble(
 
 
 def _refuse_features(draft: ModelChoice, executor: ExecutorName) -> None:
-    """Refuse a draft that reads its target's hidden states with an executor that drafts while the target works."""
+    """Refuse a draft that reads its target's hidden states with a window, or where it drafts while the target works."""
     from specbranch.models.drafts.draft_name import feature_layout
 
-    if feature_layout(draft.name) is not None:
+    if feature_layout(draft.name) is None:
+        return
+    _refuse_window_of_features(draft)
+    if executor != "serial":
         raise BadParameter(
             f"The draft in {draft.name} reads its target's hidden states, so it works after the target; executor "
             f"{executor!r} lets both work at once. Leave --executor out, or take a plain draft (`specbranch distill` "
             "without --kind features)."
         )
+
+
+def _refuse_window_of_features(draft: ModelChoice) -> None:
+    """Refuse a window for a draft that reads its target's hidden states."""
+    if draft.draft_window is not None:
+        reads = f"the draft in {draft.name} reads its target's hidden states, and attends to all positions"
+        raise _no_draft_window(draft.draft_window, reads)
 
 
 def _linked(target: ModelChoice, where: Finder) -> Parts:
@@ -301,11 +332,13 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
         }
         asked |= {"cache_tokens": choice.cache_tokens, "cache_dtype": choice.cache_dtype, "weights": choice.weights}
         if feature_layout(choice.name) is not None:
+            _refuse_window_of_features(choice)
             from specbranch.models.drafts.feature_load import load_feature_draft
 
             return load_feature_draft(choice.name, target, target_runner=target_runner, **asked)
         from specbranch.models.drafts.load import load_draft
 
+        asked["draft_window"] = choice.draft_window
         return load_draft(choice.name, target, target_runner=target_runner, **asked)
     source = fetched(choice)
     asked = {
@@ -320,7 +353,8 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
 
         try:
             own: dict[str, Any] = {"cache_tokens": choice.cache_tokens, "cache_dtype": choice.cache_dtype}
-            return load_native(source, weights=choice.weights, **own, **asked)
+            own |= {"weights": choice.weights, "draft_window": choice.draft_window}
+            return load_native(source, **own, **asked)
         except UnsupportedArchitecture as reason:
             if choice.runner == "native":
                 raise
@@ -332,6 +366,8 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
             f"cache_dtype is {choice.cache_dtype!r}, but the transformers runner stores keys and values in what it "
             "computes in. Leave --cache-dtype out."
         )
+    if choice.draft_window is not None:
+        raise _no_draft_window(choice.draft_window, f"{choice.name} runs by the transformers runner, which has none")
     asked["dtype"] = resolve_single_dtype(dtype, choice.weights, "transformers")
     from specbranch.models.runners.transformers_runner import load_transformers
 
@@ -379,11 +415,18 @@ def _tokenizer(path: Path, key: str) -> Tokenizer:
 
 def make_drafter(choice: ModelChoice, vocabulary: int, target_runner: Runner | None = None) -> Drafter:
     """Make a draft worker that proposes only the first `vocabulary` ids of the target."""
-    own = load_runner(choice, target_runner)
+    own = load_runner(choice if target_runner is None else as_long(choice, target_runner), target_runner)
     runner = _translating(own, choice) if choice.speaks_for else own
     runner.limit(vocabulary)
     runner.prefix_cache = choice.prefix_cache
     return Drafter(runner)
+
+
+def as_long(draft: ModelChoice, target_runner: Runner) -> ModelChoice:
+    """Return the choice of a draft, with its target's context length if a window lets it go beyond its own."""
+    if draft.draft_window is None or draft.context_length is not None:
+        return draft
+    return replace(draft, context_length=target_runner.context_length)
 
 
 def _translating(own: TorchRunner, choice: ModelChoice) -> TranslatingRunner:
@@ -481,7 +524,7 @@ def make_executor(
         return Serial(verifier) if clock is None else VirtualClock(verifier, None, clock)
     vocabulary = min(shared, verifier.runner.vocabulary)
     if name == "process":
-        return Process(verifier, drafter_recipe(draft, vocabulary, warm_up))
+        return Process(verifier, drafter_recipe(as_long(draft, verifier.runner), vocabulary, warm_up))
     if name == "streams" and getattr(verifier.runner, "note", None) is None:
         raise _needs_gpu_target(f"by {type(verifier.runner).__name__}")
     drafter = make_drafter(draft, vocabulary, verifier.runner)
@@ -532,6 +575,7 @@ def experience_key(
         "dtype": parts.dtype,
         "weights": parts.weights,
         "draft_weights": None if draft is None else draft.weights,
+        **({} if draft is None or draft.draft_window is None else {"draft_window": draft.draft_window}),
         "compiled": getattr(parts.verifier.runner, "compiled", False),
         "threads": torch.get_num_threads(),
         "executor": executor,

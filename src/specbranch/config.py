@@ -344,6 +344,9 @@ class LoadOptions:
             "int4" and their like are quantised: every method gives the text of plain decoding with the quantised
             weights.
         draft_weights: the same for the draft.
+        draft_window: the draft attends only to the first few and to this many last positions, so that its steps cost
+            no more at long contexts, and its context may be longer than it was trained for. The text stays the same.
+            Default None: it attends to all positions.
         context_length: the maximum number of tokens of a prompt and its answer together. Default None: the model's.
         cache_tokens: the KV slots of each model, for all requests together. Default None: what fits in memory.
         cache_dtype: "bfloat16" or "int8" stores keys and values in less memory, on a CPU; this quantises, too.
@@ -371,6 +374,7 @@ class LoadOptions:
     device_map: DeviceMap | None = None
     weights: WeightsName | None = None
     draft_weights: WeightsName | None = None
+    draft_window: int | None = None
     context_length: int | None = None
     cache_tokens: int | None = None
     cache_dtype: str | None = None
@@ -387,6 +391,7 @@ class LoadOptions:
         check_loading(self.runner, self.weights, self.context_length, self.cache_tokens)
         if self.draft_weights is not None and self.draft_weights not in WEIGHTS:
             raise unknown("storage of weights", str(self.draft_weights), WEIGHTS)
+        check_draft_window(self.draft_window)
         if self.max_batch is not None:
             check_batch_size(self.max_batch)
         check_warm_up(self.warm_up)
@@ -431,6 +436,12 @@ def check_loading(runner: str, weights: str | None, context_length: int | None, 
     for name, value, least in (("context_length", context_length, 2), ("cache_tokens", cache_tokens, 1)):
         expected = f"a whole number ≥ {least}, or nothing"
         _require(value is None or (isinstance(value, int) and value >= least), name, value, expected)
+
+
+def check_draft_window(given: int | None) -> None:
+    """Refuse what is no number of positions."""
+    expected = "a whole number ≥ 1, or none for all positions"
+    _require(given is None or _is_count(given, 1), "draft_window", given, expected)
 
 
 def check_warm_up(given: str) -> None:

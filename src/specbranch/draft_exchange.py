@@ -14,6 +14,7 @@ from pathlib import Path
 from specbranch.assembly import (
     ModelChoice,
     Parts,
+    as_long,
     chosen_draft,
     common_vocabulary,
     draft_evaluation,
@@ -136,5 +137,6 @@ def _choice(name: str, how: HowLoaded) -> ModelChoice:
 
 def _worker(choice: ModelChoice, vocabulary: int, how: HowLoaded, parts: Parts) -> Drafter | ReadyDraft:
     if isinstance(parts.executor, Process):
+        choice = as_long(choice, parts.verifier.runner)
         return parts.executor.start_draft(drafter_recipe(choice, vocabulary, how.sizes))
     return make_drafter(choice, vocabulary, parts.verifier.runner)

@@ -309,7 +309,7 @@ class LLM(LLMView):
         chosen = find_method(config.method or "", draft_name is not None)
         executor = executor_of(executor, draft_name if chosen.uses_draft else None)
         target_choice = chosen_target(self.target, device, dtype, load_options)
-        draft_choice = chosen_draft(draft_name, target_choice, load_options) if chosen.uses_draft else None
+        draft_choice = chosen_draft(draft_name if chosen.uses_draft else None, target_choice, load_options)
         full = load_options.warm_up == "full"
         sizes = draft_sizes(chosen, config, load_options.max_batch or MAX_BATCH) if full else None
         parts = assemble(target_choice, draft_choice, executor, profile, sizes)

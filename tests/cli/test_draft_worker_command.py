@@ -52,6 +52,22 @@ def test_a_mistake_ends_with_2_and_a_sentence(arguments: tuple[str, ...], said: 
     assert done.code == 2 and said in done.err
 
 
+def test_a_worker_gives_its_draft_the_window_that_was_asked_for(
+    pair: tuple[str, str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows: list[int | None] = []
+
+    def load(choice: ModelChoice, *_: object) -> None:
+        windows.append(choice.draft_window)
+        raise ModelError("It is not loaded here.")
+
+    monkeypatch.setattr("specbranch.assembly.make_served_draft", load)
+    for more in ((), ("--draft-window", "12")):
+        done = command("draft-worker", "--listen", "127.0.0.1:0", "--target", pair[0], "--draft", pair[1], *more)
+        assert done.code == 2 and "It is not loaded here." in done.err
+    assert windows == [None, 12]
+
+
 def test_a_port_that_is_taken_is_named_before_a_model_is_loaded(command: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = command("draft-worker", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")

@@ -30,6 +30,7 @@ MISTAKES = {
         ["--max-num-batched-tokens", "0"],
         "max_num_batched_tokens is 0; expected a whole number ≥ 1",
     ),
+    "no draft window": (["--draft-window", "0"], "draft_window is 0; expected a whole number ≥ 1"),
     "no speculation": (["--num-speculative-tokens", "0"], "num_speculative_tokens is 0"),
     "bias without a number": (["--logit-bias", "5"], "such as 42:-1.5"),
     "bias of a word": (["--logit-bias", "the:5"], "such as 42:-1.5"),

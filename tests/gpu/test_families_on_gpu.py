@@ -15,6 +15,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Qwen3MoeConfig,
@@ -63,7 +64,9 @@ CONFIGS = {
     ),
     "gpt-oss": lambda: GptOssConfig(**SIZES, **EXPERTS, sliding_window=128),
     "smollm3": lambda: SmolLM3Config(**SIZES, no_rope_layer_interval=2, pad_token_id=0),
+    "draft-window": lambda: LlamaConfig(**SIZES),
 }  # fmt: skip
+DRAFT_WINDOWS = {"draft-window": 150}
 STORED = {"mixtral": ("int8", "int4", "fp8"), "gemma3": ("int8",)}
 CASES = [(kind, None) for kind in CONFIGS] + [(kind, one) for kind, some in STORED.items() for one in some]
 
@@ -73,8 +76,9 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     kind, weights = request.param
     folder = saved(random_model(CONFIGS[kind](), seed=1), Path(tmp_path_factory.mktemp(kind)))
     made = load_native(
-        folder, context_length=2000, device="cuda", dtype="bfloat16", weights=weights, cache_tokens=300 * 256
-    )
+        folder, context_length=2000, device="cuda", dtype="bfloat16", weights=weights, cache_tokens=300 * 256,
+        draft_window=DRAFT_WINDOWS.get(kind),
+    )  # fmt: skip
     assert isinstance(made, GpuRunner) and isinstance(made.graphs.step, KernelStep)
     return made
 
@@ -177,8 +181,8 @@ def test_twelve_at_once_by_all_methods_get_what_plain_decoding_gives_each(kind: 
         parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.12)
     saved(target, tmp_path / "draft")
     runners = [
-        load_native(tmp_path / name, context_length=512, device="cuda", dtype="bfloat16")
-        for name in ("target", "draft")
+        load_native(tmp_path / name, context_length=512, device="cuda", dtype="bfloat16", draft_window=window)
+        for name, window in (("target", None), ("draft", 20 if kind in DRAFT_WINDOWS else None))
     ]
     executor = Serial(Verifier(runners[0]), Drafter(runners[1]))
     names = [name for name in METHODS if name != "autoregressive"]
@@ -192,6 +196,8 @@ FORMS = {
     "window": Attention(window=40),
     "bounded": Attention(window=300, softcap=5.0, scale=0.2),
     "sinks": Attention(window=128, sinks=True),
+    "draft-window": Attention(window=40, first=4),
+    "long-draft-window": Attention(window=500, first=4),
 }
 
 

@@ -31,6 +31,9 @@ FORMS = {
     "bounded": Attention(softcap=5.0, scale=0.2),
     "sinks": Attention(sinks=True),
     "all": Attention(window=150, softcap=20.0, scale=0.11, sinks=True),
+    "draft-window": Attention(window=40, first=4),
+    "wide-draft-window": Attention(window=300, first=4),
+    "many-first": Attention(window=70, first=200, softcap=20.0, scale=0.11, sinks=True),
 }
 HEADS, KV_HEADS, DIM, PAGES = 3, 1, 16, 64
 TOLERATED = 4e-3
@@ -106,8 +109,8 @@ def check_nothing_before_the_window_is_read(form: Attention, sinks: Tensor | Non
     tables = [Table(pool, [4, 3, 2, 1]), Table(pool, [5, 6, 7, 8])]
     position = 800
     keys, values = torch.randn(2, 11, KV_HEADS, PAGE, DIM).to(torch.float16)
-    unread = (position + 1 - form.window) // PAGE
-    for page in [table.pages[at] for table in tables for at in range(unread)]:
+    unread = range(-(-form.first // PAGE), (position + 1 - form.window) // PAGE)
+    for page in [table.pages[at] for table in tables for at in unread]:
         keys[page], values[page] = torch.nan, torch.nan
     for some in (tables[:1], tables):
         packed, bucket = pack([Rows(table, [0], position, position, [1]) for table in some], 10 * PAGE)
@@ -125,11 +128,11 @@ def compile_all() -> None:
     """Compile the kernels of windows, bounded scores and sinks for an H100 or H200, heads of 256 included."""
     from specbranch.models.gpu import attention_kernels as kernels
 
-    for head_dim, form in ((64, FORMS["all"]), (256, FORMS["window"])):
+    for head_dim, form in ((64, FORMS["all"]), (256, FORMS["window"]), (128, FORMS["draft-window"])):
         block, (_, softcap) = attention.block_positions(head_dim, 2), powers_of_two(form, head_dim)
         shape = {"HEADS": 16, "SHARE": 2, "PADDED": 2, "DIM": head_dim, "WIDTH": head_dim, "PAGE": PAGE}
         shape |= {"PATH_BLOCK": attention.PATH_BLOCK, "BLOCK": block, "EARLY": True}
-        shape |= {"WINDOW": form.window or 0, "SOFTCAP": softcap, "OWN": 192, "TOTAL": 512}
+        shape |= {"WINDOW": form.window or 0, "FIRST": form.first, "SOFTCAP": softcap, "OWN": 192, "TOTAL": 512}
         tile_rows = attention.chunk_tile_rows(2, head_dim)
         for kernel, sizes, warps, stages in (
             (kernels.partial_results, {"TILE_ROWS": 8, "TILES": 2, "OWN_TILE": 16, "SPLITS": 16}, 4, 2),

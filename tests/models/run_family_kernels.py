@@ -39,6 +39,7 @@ LLAMA = tiny(architecture("1b"))
 UNTURNED = Rope(kind="divisors", divisors=(math.inf,) * 32)
 KINDS: dict[str, Architecture] = {
     "llama": LLAMA,
+    "draft-window": replace(LLAMA, draft_window=40),
     "smollm3": replace(LLAMA, family="smollm3", tables=(0, 1), local_rope=UNTURNED),
     "gemma2": replace(
         tiny(GEMMA3_12B), family="gemma2", head_dim=256, attention_softcap=5.0, logit_softcap=3.0, tables=()

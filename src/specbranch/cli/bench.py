@@ -30,7 +30,7 @@ from specbranch.cli.bench_options import (
     WEIGHTS_OPTION,
 )
 from specbranch.cli.bench_regret import regret
-from specbranch.cli.options import TABLES
+from specbranch.cli.options import DRAFT_WINDOW_OPTION, TABLES
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import ExecutorName, check_warm_up
 from specbranch.lab.bench.methods import OTHER_ENGINES, listed
@@ -106,6 +106,7 @@ def bench() -> None:
 @_models("--draft-device", metavar="DEVICE", help="Device of the draft [the target's].")
 @_models("--weights", **WEIGHTS_OPTION)
 @_models("--draft-weights", **DRAFT_WEIGHTS_OPTION)
+@_models("--draft-window", **DRAFT_WINDOW_OPTION)
 @_models("--cache-dtype", **CACHE_OPTION)
 @_models("--executor", metavar="NAME", help=f"How draft and target run: {', '.join(get_args(ExecutorName))} [serial].")
 @_how(
@@ -280,6 +281,7 @@ def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
             wanted["draft_device"],
             wanted["weights"],
             wanted["draft_weights"],
+            wanted["draft_window"],
             wanted["cache_dtype"],
             by_the_wall=clocks[0].is_wall,
         ),

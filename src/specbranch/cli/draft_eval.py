@@ -121,10 +121,9 @@ def _draft_choice(given: dict[str, Any]) -> ModelChoice:
     names: dict[str, Any] = {
         name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None
     }
+    names |= {"weights": given["draft_weights"], "draft_window": given["draft_window"]}
     device = given["draft_device"] or given["device"]
-    return fitted_to_target(
-        ModelChoice(draft, device=device, shorten=True, weights=given["draft_weights"], **names), target
-    )
+    return fitted_to_target(ModelChoice(draft, device=device, shorten=True, **names), target)
 
 
 def _answers(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import PAIR, TABLES, with_options
+from specbranch.cli.options import DRAFT_WINDOW_OPTION, PAIR, TABLES, with_options
 from specbranch.cli.sections import PATH, SectionedCommand, options_of
 from specbranch.config import SpeculativeConfig
 from specbranch.errors import BadParameter, ModelError
@@ -63,6 +63,7 @@ _link, _ray, _model = (options_of(title) for title in ("Link", "Ray", "Draft"))
     help="Storage type of its weight matrices: float32, bfloat16, int8, fp8, fp8-block, int4, int4-64, int4-32 or "
     "stored [stored (on a GPU: int8) if its file is in int8, else --dtype].",
 )
+@_model("--draft-window", **DRAFT_WINDOW_OPTION)
 @_model(
     "--target",
     metavar="MODEL",
@@ -197,6 +198,7 @@ def _choice(draft: str, given: dict[str, Any], address: LinkAddress | None) -> M
         shorten=True,
         cache_tokens=given["cache_tokens"],
         weights=given["draft_weights"],
+        draft_window=given["draft_window"],
     )
 
 

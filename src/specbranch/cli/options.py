@@ -101,6 +101,12 @@ TARGET = (
         "quarter). With bfloat16 and int8 the target may write another text [--dtype].",
     ),
 )
+DRAFT_WINDOW_OPTION: dict[str, Any] = {
+    "type": int,
+    "metavar": "N",
+    "help": "Number of last positions that the draft attends to, besides the first few. Then its steps cost no more at "
+    "long contexts, and its context may be longer than its own. It changes speed, never the text [all positions].",
+}
 DRAFT = (
     _draft(
         "--draft",
@@ -116,6 +122,7 @@ DRAFT = (
         help="Storage type of the draft's weight matrices, see --weights. It changes speed, never the text "
         "[stored (on a GPU: int8) if the draft's file is in int8, else --dtype].",
     ),
+    _draft("--draft-window", **DRAFT_WINDOW_OPTION),
 )
 BATCHED_TOKENS_OPTION: dict[str, Any] = {
     "type": int,

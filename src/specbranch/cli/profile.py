@@ -96,6 +96,7 @@ def pair_choices(given: dict[str, Any]) -> tuple[ModelChoice, ModelChoice]:
     both = {name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None}
     cached, device = given["cache_dtype"], given["draft_device"] or given["device"]
     own = {"device": device, "weights": given["draft_weights"], "cache_dtype": draft_cache_dtype(cached, device)}
+    own["draft_window"] = given["draft_window"]
     big = ModelChoice(target, device=given["device"], weights=given["weights"], cache_dtype=cached, **both)
     return big, ModelChoice(draft, shorten=True, **own, **both)
 

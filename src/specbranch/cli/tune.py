@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from specbranch.cli.bench_options import CACHE_OPTION, DATA, DRAFT_WEIGHTS_OPTION, PROFILES, PROMPTS, WEIGHTS_OPTION
-from specbranch.cli.options import PAIR, TABLES, with_options
+from specbranch.cli.options import DRAFT_WINDOW_OPTION, PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR, ExecutorName
 from specbranch.errors import BadParameter
@@ -37,6 +37,7 @@ _what, _how, _where = (options_of(title) for title in ("What to tune", "What for
 @_what("--draft", metavar="MODEL", help="Draft model for --target.")
 @_what("--weights", **WEIGHTS_OPTION)
 @_what("--draft-weights", **DRAFT_WEIGHTS_OPTION)
+@_what("--draft-window", **DRAFT_WINDOW_OPTION)
 @_what("--cache-dtype", **CACHE_OPTION)
 @_what(
     "--methods",
@@ -156,6 +157,7 @@ def _order(given: dict[str, Any]) -> TuneOrder:
             None,
             given["weights"],
             given["draft_weights"],
+            given["draft_window"],
             given["cache_dtype"],
             by_the_wall=True,
         ),

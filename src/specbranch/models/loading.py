@@ -48,19 +48,22 @@ def load_native(
     shorten: bool = False,
     cache_tokens: int | None = None,
     cache_dtype: str | None = None,
+    draft_window: int | None = None,
 ) -> NativeRunner:
     """Load a model folder, a GGUF file, a folder with a recipe or a Hub id.
 
     `device`: None: the CPU. `dtype`: None: float32 on a CPU, bfloat16 elsewhere. `weights`: how matrices are stored;
     None: in `dtype`, or as a GGUF file has them if `dtype` is None, too. `shorten`: cut `context_length` to the model's
     own instead of refusing it. `cache_tokens`: KV slots for all sequences together; None: as many as fit.
-    `cache_dtype`: type of keys and values; None: `dtype`.
+    `cache_dtype`: type of keys and values; None: `dtype`. `draft_window`: last positions that rows attend to besides
+    the first few; None: all.
     """
     located = model if isinstance(model, Located) else locate(str(model))
     where = torch.device(device or "cpu")
     if where.type == "cuda":
         load_triton_early()
     arch, source = open_model(located)
+    arch = arch.with_draft_window(draft_window)
     weights = weights or default_weight_storage(source, where, dtype)
     precision, stored = resolve_precision(dtype, weights, where, source)
     context = arch.choose_context(context_length, shorten=shorten)

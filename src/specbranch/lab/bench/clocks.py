@@ -72,6 +72,7 @@ def machine_clock(
     device = running.draft_device or running.device
     own: dict[str, Any] = {
         "weights": running.draft_weights,
+        "draft_window": running.draft_window,
         "cache_dtype": draft_cache_dtype(running.cache_dtype, device),
     }
     small = ModelChoice(draft, device=device, shorten=True, **own)

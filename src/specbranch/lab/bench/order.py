@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from specbranch import pairs as known
-from specbranch.config import WEIGHTS, ExecutorName, WarmUpName
+from specbranch.config import WEIGHTS, ExecutorName, WarmUpName, check_draft_window
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import OPTUNA
@@ -188,6 +188,7 @@ def checked_running(
     draft_device: str | None,
     weights: str | None,
     draft_weights: str | None,
+    draft_window: int | None,
     cache_dtype: str | None,
     by_the_wall: bool,
 ) -> Running:
@@ -197,6 +198,7 @@ def checked_running(
     for kind in (weights, draft_weights):
         if kind is not None and kind not in WEIGHTS:
             raise unknown("storage of weights", kind, WEIGHTS)
+    check_draft_window(draft_window)
     if not by_the_wall and executor != "serial":
         raise BadParameter(
             f"--executor {executor} runs by the wall clock only, and --clock was given. Leave one of them out."
@@ -207,7 +209,8 @@ def checked_running(
 
             chosen_device(asked)
     checked: dict[str, Any] = {"executor": executor, "weights": weights, "draft_weights": draft_weights}
-    return Running(device=device, draft_device=draft_device, cache_dtype=cache_dtype, **checked)
+    checked |= {"draft_window": draft_window, "cache_dtype": cache_dtype}
+    return Running(device=device, draft_device=draft_device, **checked)
 
 
 def _refuse_without_shapes(pair: PairOrder, preset: str, of_pair: Mapping[str, Mapping[str, Any]]) -> None:

@@ -65,6 +65,7 @@ class Running:
     draft_device: str | None = None
     weights: WeightsName | None = None
     draft_weights: WeightsName | None = None
+    draft_window: int | None = None
     cache_dtype: str | None = None
 
     def not_default(self) -> dict[str, Any]:
@@ -79,7 +80,8 @@ class Running:
         drafting = None if self.draft_device is None else f"{self.draft_device}-draft"
         target = None if self.weights is None else f"{self.weights}-target"
         cache = None if self.cache_dtype is None else f"{self.cache_dtype}-cache"
-        return "".join(f"+{part}" for part in (target, self.draft_weights, cache, drafting, executor) if part)
+        window = None if self.draft_window is None else f"{self.draft_window}-window"
+        return "".join(f"+{part}" for part in (target, self.draft_weights, window, cache, drafting, executor) if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,7 @@ class RecordedPair:
                         draft_device=running.draft_device,
                         weights=running.weights,
                         draft_weights=running.draft_weights,
+                        draft_window=running.draft_window,
                         cache_dtype=running.cache_dtype,
                         context_length=context_length,
                         max_num_batched_tokens=max_num_batched_tokens,

@@ -68,18 +68,21 @@ def load_draft(
     tail: int = TAIL,
     cache_tokens: int | None = None,
     cache_dtype: str | None = None,
+    draft_window: int | None = None,
 ) -> NativeRunner:
     """Load a draft for a target.
 
     It takes embedding and head from `target_runner` if that runs on the same device in the same precision; otherwise it
     reads them from the target's file. `weights`: how its matrices are stored; None: in int8 if its file says so, else
     in `dtype`. A made draft ignores what its file says. `cache_dtype`: type of keys and values; None: `dtype`.
+    `draft_window`: see `load_native`.
     """
     where = torch.device(device)
     precision, stored = resolve_precision(dtype, weights, where)
     made = made_model(folder)
     found = open_for_target(folder if made is None else checked_base(made).path, target)
     arch, source = _own_tensors(found, made)
+    arch = arch.with_draft_window(draft_window)
     context = arch.choose_context(context_length, shorten=True)
     kv_dtype = resolve_cache_dtype(cache_dtype, precision, where)
     if made is None:

@@ -17,6 +17,9 @@ Activation = Literal["silu", "gelu_tanh", "bounded_swiglu"]
 Routing = Literal["best_first", "all_first"]
 ATTENTION_NORM, MLP_NORM = "attention_norm", "mlp_norm"
 ATTENTION_AFTER_NORM, MLP_AFTER_NORM = "attention_after_norm", "mlp_after_norm"
+# Positions that a draft window leaves visible: softmax puts the weight that no key deserves on the first ones
+# (StreamingLLM, arXiv 2309.17453, keeps four).
+FIRST_SEEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Attention:
     softcap: float | None = None  # scores become softcap · tanh(score / softcap)
     sinks: bool = False  # each head has a further score that takes part in the softmax and has no value
     skips_first: bool = False  # rows behind the first position do not see it: there is no feature before it
+    first: int = 0  # rows with a window see this many first positions, too
 
     @property
     def is_plain(self) -> bool:
@@ -104,9 +108,20 @@ def is_plain(forms: Iterable[LayerForm]) -> bool:
 def within(form: LayerForm, positions: int) -> LayerForm:
     """Return the layer in a context of so many positions: a window that covers all of them is none."""
     attention = attention_of(form)
-    if attention.window is None or attention.window < positions:
+    if attention.window is None or attention.first + attention.window < positions:
         return form
-    return replace(form[0], operation=replace(attention, window=None)), form[1]
+    return replace(form[0], operation=replace(attention, window=None, first=0)), form[1]
+
+
+def narrowed(form: LayerForm, window: int) -> LayerForm:
+    """Return the layer with a draft window: a row sees the first few and the last `window` positions.
+
+    A layer with a window of its own that is not longer keeps it.
+    """
+    attention = attention_of(form)
+    if attention.window is not None and attention.window <= window:
+        return form
+    return replace(form[0], operation=replace(attention, window=window, first=FIRST_SEEN)), form[1]
 
 
 def attention_of(form: LayerForm) -> Attention:

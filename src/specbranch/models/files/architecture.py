@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from specbranch.errors import ModelError, UnsupportedArchitecture
 from specbranch.file_values import MOST_CONTEXT_TOKENS, FileValues
 from specbranch.gguf_header import GgufArray
 from specbranch.models.families.family import Family, Traits
-from specbranch.models.families.operations import LayerForm, is_plain, within
+from specbranch.models.families.operations import LayerForm, is_plain, narrowed, within
 from specbranch.models.families.rotary import FACTORS, THETAS, USE_TRANSFORMERS, Rope, rope_from_config, scaled_rope
 from specbranch.models.families.table import FAMILIES, family_of_config, family_of_gguf
 from specbranch.models.files.quantised.settings import EXPERT_METHODS, QUANTISATION_KEY, read_quantisation
@@ -53,6 +53,7 @@ class Architecture(Traits):
     # rows of the output head if it has more than the vocabulary; nothing reads the rows behind it
     head_rows_charged: int | None = None
     head_tokens: int | None = None  # tokens that a reduced head in the model's own file scores; None: all
+    draft_window: int | None = None  # last positions that a row sees besides the first few; None: as the family says
 
     @property
     def head_rows(self) -> int:
@@ -66,7 +67,17 @@ class Architecture(Traits):
 
     def forms(self, positions: int) -> tuple[LayerForm, ...]:
         """Return what each layer computes in a context of so many positions; a window that covers them is none."""
-        return tuple(within(form, positions) for form in self.of_family.layers(self, self.layers))
+        forms = self.of_family.layers(self, self.layers)
+        if (window := self.draft_window) is not None:
+            forms = tuple(narrowed(form, window) for form in forms)
+        return tuple(within(form, positions) for form in forms)
+
+    def with_draft_window(self, window: int | None) -> Architecture:
+        """Return the architecture as a draft that sees `window` last positions; None: all.
+
+        A window as long as the model's own context hides nothing that the model was made for, so it is none.
+        """
+        return self if window is None or window >= self.context_length else replace(self, draft_window=window)
 
     @property
     def of_family(self) -> Family:
@@ -86,6 +97,10 @@ class Architecture(Traits):
     def is_plain(self, positions: int) -> bool:
         """True if a context of so many positions computes what Llama computes, so that compiled steps may run it."""
         return is_plain(self.forms(positions)) and self.embedding_scale is None and self.logit_softcap is None
+
+    def is_plain_but_for_draft_window(self, positions: int) -> bool:
+        """True if `is_plain` holds, or would without the draft window."""
+        return replace(self, draft_window=None).is_plain(positions)
 
     def __post_init__(self) -> None:
         for field in COUNTS:
@@ -173,8 +188,11 @@ class Architecture(Traits):
     def choose_context(self, asked: int | None, most: int = 8192, shorten: bool = False) -> int:
         """Return the context length to use: `asked` if the model allows it; None: the model's own, up to `most`.
 
-        `shorten`: cut `asked` to the model's own instead of refusing it.
+        `shorten`: cut `asked` to the model's own instead of refusing it. With a draft window no distance gets longer
+        than the model knows, except to the first positions, so the context may.
         """
+        if self.draft_window is not None and asked is not None:
+            return asked
         # Where every layer has a window, compiled steps run within it only: the default stays inside.
         widest = max((window or self.context_length for window in self.windows), default=self.context_length)
         own = min(self.context_length, widest)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, pad, rms_norm, silu
 
 from specbranch.models.families.gpt_oss import ALPHA, LIMIT
-from specbranch.models.families.operations import Activation
+from specbranch.models.families.operations import Activation, Attention
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -48,6 +48,12 @@ def _rows_apart(x: Tensor) -> Tensor:
     On a CPU torch computes the last numbers of a contiguous tensor by other code than those before them.
     """
     return pad(x, (0, 1))[..., :-1] if x.device.type == "cpu" else x
+
+
+def outside(attention: Attention, positions: Tensor, left: Tensor) -> Tensor:
+    """Return which positions a row's window hides; `left`: the first one in the window."""
+    before = positions < left
+    return before & (positions >= attention.first) if attention.first else before
 
 
 def shares(scores: Tensor, hidden: Tensor, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbranch.models.families.operations import PLAIN_ATTENTION, Attention
-from specbranch.models.forward.arithmetic import shares
+from specbranch.models.forward.arithmetic import outside, shares
 
 log = logging.getLogger("specbranch")
 
@@ -51,7 +51,9 @@ def attend_masked(
     """
     at = torch.arange(keys.shape[1], device=queries.device)
     own = at[len(at) - len(queries) :, None]
-    seen = at <= own if attention.window is None else (at <= own) & (at > own - attention.window)
+    seen = at <= own
+    if attention.window is not None:
+        seen = seen & ~outside(attention, at, own + 1 - attention.window)
     if attention.skips_first:
         seen = seen & ((at > 0) | (own == 0))
     if attention.softcap is None and sinks is None:

@@ -35,10 +35,10 @@ from specbranch.models.files.blocks import AnyMatrix, BlockMatrix
 from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.forward import rope
-from specbranch.models.forward.arithmetic import bounded, gated, heads_normed, normed, shares
+from specbranch.models.forward.arithmetic import bounded, gated, heads_normed, normed, outside, shares
 from specbranch.models.forward.chunk_attention import attend_masked, choose_attend_chunk
 from specbranch.models.forward.experts import ExpertLinears
-from specbranch.models.forward.row_attention import attend_row, parts_seen
+from specbranch.models.forward.row_attention import attend_row, parts_seen, ranges_seen
 from specbranch.models.forward.stored_linear import StoredLinear
 
 Angles = tuple[Tensor, Tensor]  # cos and signed sin [rows, 1, head_dim]
@@ -120,7 +120,8 @@ class Decoder:
         self.arch, self.stored = arch, weights.stored
         self.embedding = weights.embedding
         self.dtype = dtype = weights.embedding.dtype
-        self.plain = arch.is_plain(positions)  # True if compiled steps may run it
+        self.plain = arch.is_plain(positions)  # True if it computes what Llama computes
+        self.compilable = arch.is_plain_but_for_draft_window(positions)  # True if the compiled CPU step may run it
         # True if a row's bits may depend on other rows: compiled steps do better, and a feature draft need not
         self.together = self.plain or arch.join is not None
         self.layers = tuple(map(_layer, repeat(arch), arch.forms(positions), weights.layers, repeat(dtype)))
@@ -311,9 +312,9 @@ def attend_rows_apart(
     pages, found = list(paths.pages), []
     for query, shared, own, count in zip(queries, paths.shared.tolist(), paths.own, paths.counts.tolist(), strict=True):
         end = shared + count
-        first = 0 if attention.window is None else max(end - attention.window, 0)
-        seen = parts_seen(pages, first, shared) if first < shared else []
-        own = own[max(first - shared, 0) : count]
+        ranges = ranges_seen(attention, end)
+        seen = [part for first, last in ranges for part in parts_seen(pages, first, min(last, shared))]
+        own = torch.cat([own[max(first - shared, 0) : max(last - shared, 0)] for first, last in ranges])
         found.append(attend_row(query, keys, values, seen, own, attention, sinks))
     return torch.stack(found)
 
@@ -328,7 +329,7 @@ def _hidden(paths: OwnPaths, attention: Attention) -> Tensor:
     hidden = torch.cat((shared >= starts, own >= counts), -1)
     if attention.window is not None:
         left = starts + counts - attention.window  # the first position that the row sees
-        hidden |= torch.cat((shared, own + starts), -1) < left
+        hidden |= outside(attention, torch.cat((shared, own + starts), -1), left)
     if attention.skips_first:
         hidden |= (torch.cat((shared, own + starts), -1) == 0) & (starts + counts > 1)
     return hidden[:, None]

@@ -4,6 +4,9 @@ The call runs a list of operations, which depends only on the number of rows. Wh
 table of rows. Owns the lists, that table and the buffers between operations; `row_kernels` owns the compiled code.
 Computes what `Decoder.forward` and `Decoder.logits` compute, up to rounding. Invariant: a row's bits do not depend on
 the other rows of the batch, as every operation on the list guarantees that.
+
+Under a draft window, a row's entry in the table lists the KV slots of the few positions that it sees, so the compiled
+code is the same.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from specbranch.models.cpu.operation_text import ENTRY, OPERATION_FIELDS, Kernel
 from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.cpu.thread_pace import PACE, StepTime, StepTimes, threads_now
+from specbranch.models.families.operations import attention_of
 from specbranch.models.files.blocks import BLOCK
 from specbranch.models.forward.decoder import Decoder, Layer
 from specbranch.models.forward.features import FeatureWriter
@@ -81,6 +85,7 @@ class FusedStep:
         )  # counted in floats
         self.buffers = {name: torch.zeros(STEP_ROWS, size) for name, size in sizes.items()}
         self.table = np.zeros((STEP_ROWS, len(ENTRY)), dtype=np.int64)
+        self._attention = attention_of(decoder.layers[0].form)  # all layers have the same
         self._most = -(-len(decoder.cos) // SPLIT)  # parts that attention cuts the longest context into
         shape = _shape(decoder, memory)
         # Its memory is resident only once it is written.
@@ -167,7 +172,7 @@ class FusedStep:
             self._lists[rows] = self._listed(rows)
         operations = self._lists[rows]
         operations.table[:, COUNTER] = 0
-        operations.table[operations.attending, CUTS_COLUMN] = int(positions.max()) // SPLIT + 1
+        operations.table[operations.attending, CUTS_COLUMN] = (int(self.table[:rows, 3].max()) - 1) // SPLIT + 1
         return operations
 
     def _look_up(self, tokens: Tensor, into: Tensor) -> None:
@@ -178,7 +183,7 @@ class FusedStep:
             into.copy_(table[tokens])
 
     def _enter(self, rows: Rows, entries: np.ndarray) -> None:
-        """Fill the table entries of some rows, in the order of ENTRY; `_prepare` fills column 3."""
+        """Fill the table entries of some rows, in the order of ENTRY; column 3 holds how many positions there are."""
         data, kv_slot = self.memory.data, self.memory.data.stride(4) * self.memory.data.element_size()
         pages = np.asarray(rows.table.pages, dtype=np.int64) * (data.stride(0) * data.element_size()) + data.data_ptr()
         behind = np.arange(rows.prefix, rows.start + len(rows.tokens))
@@ -188,6 +193,18 @@ class FusedStep:
         entries[:, 2] = tail[rows.start - rows.prefix :]
         entries[:, 4] = paths.ctypes.data + np.arange(len(paths)) * paths.strides[0]
         self._paths += [pages, paths]
+        if self._attention.window is not None:
+            self._narrow(rows, entries, pages, kv_slot)
+
+    def _narrow(self, rows: Rows, entries: np.ndarray, pages: np.ndarray, kv_slot: int) -> None:
+        """List what a row sees for those rows from which the draft window hides something."""
+        first, window = self._attention.first, self._attention.window
+        assert window is not None
+        for row in np.flatnonzero(entries[:, 3] > first + window):
+            seen = _visible(rows, int(row), int(entries[row, 3]), first, window)
+            path = pages[seen // PAGE] + seen % PAGE * kv_slot
+            entries[row, 1], entries[row, 3], entries[row, 4] = 0, len(path), path.ctypes.data
+            self._paths.append(path)
 
     def _listed(self, rows: int) -> Operations:
         """Make the list of operations of a step over `rows` rows."""
@@ -264,9 +281,15 @@ def _paths(rows: Rows, tail: np.ndarray) -> np.ndarray:
     return paths
 
 
+def _visible(rows: Rows, row: int, count: int, first: int, window: int) -> np.ndarray:
+    """Return the KV slots of the `first` and the last `window` of the `count` positions up to a row, in order."""
+    head = np.arange(first) if first <= rows.prefix else rows.path(row, 0)[:first]
+    return np.concatenate((head, rows.path(row, count - window)))
+
+
 def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:
-    """Return the compiled step if the layers are plain and all matrices use compiled CPU kernels, else None."""
-    if not decoder.plain:
+    """Return the compiled step if it computes these layers and all matrices use compiled CPU kernels, else None."""
+    if not decoder.compilable:
         return None
     matrices = [
         decoder.head,

@@ -40,8 +40,16 @@ def attend_row(
     return sum_of([share @ part for share, part in zip(split, value_parts, strict=True)]).reshape(-1)
 
 
+def ranges_seen(attention: Attention, end: int) -> list[tuple[int, int]]:
+    """Return the ranges of positions that the row at `end` - 1 sees, in order: two if its window hides some."""
+    left = 0 if attention.window is None else max(end - attention.window, 0)
+    return [(0, end)] if left <= attention.first else [(0, attention.first), (left, end)]
+
+
 def parts_seen(pages: list[int], first: int, end: int) -> list[tuple[int, int, int]]:
-    """Return the parts of pages that hold the positions from `first` to `end`."""
+    """Return the parts of pages that hold the positions from `first` to `end`; none if there are no such positions."""
+    if first >= end:
+        return []
     return [
         (pages[at], max(first - at * PAGE, 0), min(end - at * PAGE, PAGE))
         for at in range(first // PAGE, -(-end // PAGE))

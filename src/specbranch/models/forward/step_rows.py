@@ -30,6 +30,11 @@ class Rows:
     seen: Sequence[int]  # attention mask: bit j of `seen[i]` is set if row i sees KV slot `prefix + j`
 
     @property
+    def _behind(self) -> int:
+        """The number of KV slots behind the prefix, those of the rows included."""
+        return self.start + len(self.tokens) - self.prefix
+
+    @property
     def positions(self) -> list[int]:
         """The rows' indices in their sequence."""
         return [self.prefix + seen.bit_count() - 1 for seen in self.seen]
@@ -48,11 +53,11 @@ class Rows:
 
         Ascending slots of a row are in the order of positions; the last one is the row itself.
         """
-        return _bits(self.seen, self.start + len(self.tokens) - self.prefix)
+        return _bits(self.seen, self._behind)
 
     def path(self, row: int, start: int) -> np.ndarray:
         """Return the KV slots of the sequence that a row sees from position `start` on, itself last."""
-        tail = np.flatnonzero(self.behind()[row]) + self.prefix
+        tail = np.flatnonzero(_bits(self.seen[row : row + 1], self._behind)[0]) + self.prefix
         return np.concatenate((np.arange(start, self.prefix), tail[max(start - self.prefix, 0) :]))
 
 

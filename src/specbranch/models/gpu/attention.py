@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from specbranch.core.pages import PAGE, Pool
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.families.operations import PLAIN_ATTENTION, Attention
-from specbranch.models.forward.arithmetic import shares
+from specbranch.models.forward.arithmetic import outside, shares
 from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.layout import (
     BATCH_GROUP_ROWS,
@@ -109,7 +109,7 @@ def attend_plainly(
     rows = len(step.shared) if sampled_only else len(queries)
     kv_slots, positions, seen = _seen_slots(step)
     if attention.window is not None:
-        seen = seen & (positions > step.positions[:, None] - attention.window)
+        seen = seen & ~outside(attention, positions, step.positions[:, None] + 1 - attention.window)
     kv_slots, seen, queries = kv_slots[:rows], seen[:rows], queries[:rows]
     # [rows, kv_heads, KV slots, head_dim]
     k, v = (side[kv_slots // PAGE, :, kv_slots % PAGE].transpose(1, 2) for side in (keys, values))
@@ -154,7 +154,8 @@ def attend_by_kernels(
     sums = queries.new_empty(partial, head_dim)
     tops, totals = queries.new_empty(2, partial, dtype=torch.float32)
     scale, softcap = powers_of_two(attention, head_dim)
-    form = {"WINDOW": attention.window or 0, "SOFTCAP": softcap}
+    window = {"WINDOW": attention.window or 0, "FIRST": attention.first}
+    form = {**window, "SOFTCAP": softcap}
     how: dict[str, Any] = {"enable_fp_fusion": False, **launch(early)}
     sections = (step.shared, step.own_count, step.groups, step.tables, step.own, step.counts)
     groups, batch = len(step.groups), len(step.groups) == rows > 1
@@ -188,7 +189,7 @@ def attend_by_kernels(
     joined_heads = share if batch and rows > JOINED_ROWS and split_chunks == 1 else 1
     kernels.join[(results_of, heads // joined_heads)](
         sums, tops, totals, step.shared, step.positions, step.counts, out, rows, partial, **shape, BATCH=batch,
-        COUNT=joined_heads, TOTAL=total, WINDOW=form["WINDOW"], num_warps=JOIN_WARPS, **how,
+        COUNT=joined_heads, TOTAL=total, **window, num_warps=JOIN_WARPS, **how,
     )  # fmt: skip
     return out
 
@@ -269,7 +270,8 @@ def triton_works(
 
 def computed_by_kernels(attention: Attention) -> Attention:
     """Return what the kernels compute of an attention: another one if it has further fields."""
-    return Attention(attention.window, attention.table, attention.scale, attention.softcap, attention.sinks)
+    own = (attention.window, attention.table, attention.scale, attention.softcap, attention.sinks)
+    return Attention(*own, first=attention.first)
 
 
 @cache

@@ -9,9 +9,11 @@ it, sums over positions are products with ones, whose order does not depend on t
 fused with a sum (`enable_fp_fusion`). The module needs Triton, so only `attention.py` imports it, when it uses the
 kernels.
 
-WINDOW positions are seen by a row, its own included; 0: all up to its own. Blocks wholly before the windows of a
-program's rows are not read. A block that a row does not see leaves its result as it is, to the bit. SOFTCAP bounds
-scores; 0: none. `sinks` hold a further score for each head, without a value: the own path begins with it.
+WINDOW positions are seen by a row, its own included; 0: all up to its own. With a window, the FIRST positions of the
+sequence are seen, too. Blocks that hold none of these and lie wholly before the windows of a program's rows are not
+read: loops number the blocks that are, and `_placed` says which block a number means. A block that a row does not see
+leaves its result as it is, to the bit. SOFTCAP bounds scores; 0: none. `sinks` hold a further score for each head,
+without a value: the own path begins with it.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -70,18 +72,37 @@ def _average(acc, total, like):
 
 
 @triton.jit
-def _in_window(seen, position, left, WINDOW: tl.constexpr):
-    """Leave out of `seen` [M, keys] the positions before `left` [M], the first that each row sees."""
+def _in_window(seen, position, left, WINDOW: tl.constexpr, FIRST: tl.constexpr):
+    """Leave out of `seen` [M, keys] the positions before `left` [M], where each row's window begins, from FIRST on."""
     if WINDOW > 0:
-        seen = seen & (position[None, :] >= left[:, None])
+        inside = position[None, :] >= left[:, None]
+        if FIRST > 0:
+            inside = inside | (position < FIRST)[None, :]
+        seen = seen & inside
     return seen
 
 
 @triton.jit
-def _first_block(left, most, live, BLOCK: tl.constexpr):
-    """Return the first block that any of the rows sees."""
+def _skipped(before, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many blocks are not read, if `before` lie before a window; those of the FIRST positions are read."""
+    if FIRST > 0:
+        before = tl.maximum(before - (FIRST + BLOCK - 1) // BLOCK, 0)
+    return before
+
+
+@triton.jit
+def _placed(number, skipped, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """Return which block a number of a loop means, which begins behind `skipped` blocks: first those of FIRST."""
+    if FIRST > 0:
+        number = tl.where(number < skipped + (FIRST + BLOCK - 1) // BLOCK, number - skipped, number)
+    return number
+
+
+@triton.jit
+def _skipped_blocks(left, most, live, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many blocks none of the rows sees."""
     least = tl.min(tl.where(live, left, most), 0)
-    return tl.minimum(tl.maximum(least, 0), most) // BLOCK
+    return _skipped(tl.minimum(tl.maximum(least, 0), most) // BLOCK, FIRST, BLOCK)
 
 
 @triton.jit
@@ -128,10 +149,10 @@ def _shared_keys(keys, values, table, start, most, head, page_stride, DIM: tl.co
 
 
 @triton.jit
-def _own_path(queries, keys, values, own, count, mine, head, scale, page_stride, ones, top, total, acc,
+def _own_path(queries, keys, values, own, count, shared, mine, head, scale, page_stride, ones, top, total, acc,
               DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr,
-              WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
-    """Add a row's own path to the running result of its queries (`mine`)."""
+              WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+    """Add a row's own path to the running result of its queries (`mine`); `shared`: where its first position is."""
     for begin in range(0, count, PATH_BLOCK):
         j = begin + tl.arange(0, PATH_BLOCK)
         slot = tl.load(own + j, mask=j < count, other=0)
@@ -143,7 +164,10 @@ def _own_path(queries, keys, values, own, count, mine, head, scale, page_stride,
         v = tl.load(values + at, mask=mask, other=0.0)
         seen = mine[:, None] & (j < count)[None, :]
         if WINDOW > 0:
-            seen = seen & (j >= count - WINDOW)[None, :]
+            inside = j >= count - WINDOW
+            if FIRST > 0:
+                inside = inside | (tl.load(shared) + j < FIRST)
+            seen = seen & inside[None, :]
         scores = _scores(queries, k, seen, scale, SOFTCAP)
         top, total, acc = _more(scores, v, ones, top, total, acc)
     return top, total, acc
@@ -159,14 +183,16 @@ def _leave(sums, tops, totals, average, top, total, into, live, DIM: tl.constexp
 
 
 @triton.jit
-def _leave_blocks(queries, keys, values, sums, tops, totals, table, left, end, most, first, step, at, live, head,
-                  scale, page_stride, slots, ones, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-                  BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
-    """Compute every `step`-th block from `first` on, and store each result for `join`."""
-    for block in range(first, tl.cdiv(most, BLOCK), step):
+def _leave_blocks(queries, keys, values, sums, tops, totals, table, left, end, most, skipped, split, step, at, live,
+                  head, scale, page_stride, slots, ones, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+                  BLOCK: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr,
+                  SOFTCAP: tl.constexpr):  # fmt: skip
+    """Compute every `step`-th block that is read, from number `split` on, and store each result for `join`."""
+    for number in range(skipped + split, tl.cdiv(most, BLOCK), step):
+        block = _placed(number, skipped, FIRST, BLOCK)
         k, v = _shared_keys(keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK)
         seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
-        seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW)
+        seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW, FIRST)
         top, total, average = _block(queries, k, v, ones, seen, scale, SOFTCAP)
         _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots + 1 + block, live, DIM, WIDTH)
 
@@ -184,7 +210,7 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
                     HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
                     WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr,
                     BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr, TILES: tl.constexpr, OWN_TILE: tl.constexpr,
-                    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                    SPLITS: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr,
                     EARLY: tl.constexpr):  # fmt: skip
     """Compute results for `join`, of a step of one sequence: programs for each row's own path, and for its blocks.
 
@@ -199,8 +225,8 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
     slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
     if program < rows:
         _leave_own_path(
-            q, keys, values, sums, tops, totals, own_count, own, program, head, scale, page_stride, slots, sinks, HEADS,
-            SHARE, DIM, WIDTH, PAGE, PATH_BLOCK, OWN, OWN_TILE, WINDOW, SOFTCAP,
+            q, keys, values, sums, tops, totals, shared, own_count, own, program, head, scale, page_stride, slots,
+            sinks, HEADS, SHARE, DIM, WIDTH, PAGE, PATH_BLOCK, OWN, OWN_TILE, WINDOW, FIRST, SOFTCAP,
         )  # fmt: skip
     else:
         tile = (program - rows) // SPLITS
@@ -213,24 +239,25 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
         end = tl.load(shared + row, mask=live, other=0)
         most = tl.max(end, 0)
         left = end
+        skipped = 0
         if WINDOW > 0:
             left = end + tl.load(own_count + row, mask=live, other=0) - WINDOW
-            split += _first_block(left, most, live, BLOCK)
-        if split * BLOCK < most:
+            skipped = _skipped_blocks(left, most, live, FIRST, BLOCK)
+        if (skipped + split) * BLOCK < most:
             at = row * HEADS + head * SHARE + m % PADDED
             _leave_blocks(
                 _load_queries(q, at, live, DIM, WIDTH), keys, values, sums, tops, totals,
-                tables + tl.load(groups + 3 * group + 2), left, end, most, split, SPLITS, at, live, head, scale,
-                page_stride, slots, tl.full((BLOCK, 16), 1.0, values.dtype.element_ty), DIM, WIDTH, PAGE, BLOCK,
-                WINDOW, SOFTCAP,
+                tables + tl.load(groups + 3 * group + 2), left, end, most, skipped, split, SPLITS, at, live, head,
+                scale, page_stride, slots, tl.full((BLOCK, 16), 1.0, values.dtype.element_ty), DIM, WIDTH, PAGE, BLOCK,
+                WINDOW, FIRST, SOFTCAP,
             )  # fmt: skip
 
 
 @triton.jit
-def _leave_own_path(q, keys, values, sums, tops, totals, own_count, own, row, head, scale, page_stride, slots, sinks,
-                    HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+def _leave_own_path(q, keys, values, sums, tops, totals, shared, own_count, own, row, head, scale, page_stride, slots,
+                    sinks, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
                     PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
-                    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
+                    WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
     """Compute the own path of one row, and store its result for `join`."""
     dtype = values.dtype.element_ty
     g = tl.arange(0, TILE)
@@ -242,9 +269,9 @@ def _leave_own_path(q, keys, values, sums, tops, totals, own_count, own, row, he
         top, total = _begun(sinks, top, total, head * SHARE + g, live)
     acc = tl.zeros((TILE, WIDTH), tl.float32)
     top, total, acc = _own_path(
-        _load_queries(q, at, live, DIM, WIDTH), keys, values, own + row * OWN, tl.load(own_count + row), live, head,
-        scale, page_stride, tl.full((PATH_BLOCK, 16), 1.0, dtype), top, total, acc, DIM, WIDTH, PAGE, PATH_BLOCK,
-        WINDOW, SOFTCAP,
+        _load_queries(q, at, live, DIM, WIDTH), keys, values, own + row * OWN, tl.load(own_count + row), shared + row,
+        live, head, scale, page_stride, tl.full((PATH_BLOCK, 16), 1.0, dtype), top, total, acc, DIM, WIDTH, PAGE,
+        PATH_BLOCK, WINDOW, FIRST, SOFTCAP,
     )  # fmt: skip
     average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
     _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
@@ -256,7 +283,8 @@ def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, gr
                  HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
                  WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr,
                  BLOCK: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
-                 WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+                 WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr,
+                 EARLY: tl.constexpr):  # fmt: skip
     """Attend in a step of several sequences, with SPLITS programs for each group of rows and each key head.
 
     Of a group with at most WHOLE blocks, the first program computes all, and `join` skips its rows (their sum is 0).
@@ -277,12 +305,12 @@ def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, gr
     most = tl.max(end, 0)
     blocks = tl.cdiv(most, BLOCK)
     left = end
-    before = 0  # blocks that no row of the group sees
+    skipped = 0  # blocks that no row of the group sees
     if WINDOW > 0:
         left = end + tl.load(own_count + first + within, mask=live, other=0) - WINDOW
-        before = _first_block(left, most, live, BLOCK)
-    whole = blocks - before <= WHOLE
-    works = (split == 0) | ((whole == 0) & (split < blocks - before))
+        skipped = _skipped_blocks(left, most, live, FIRST, BLOCK)
+    whole = blocks - skipped <= WHOLE
+    works = (split == 0) | ((whole == 0) & (split < blocks - skipped))
     if (count > 0) & works:
         dtype = values.dtype.element_ty
         slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
@@ -298,19 +326,21 @@ def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, gr
             acc = tl.zeros((TILE, WIDTH), tl.float32)
             for row in range(count):
                 top, total, acc = _own_path(
-                    queries, keys, values, own + (first + row) * OWN, tl.load(own_count + first + row), within == row,
-                    head, scale, page_stride, tl.full((PATH_BLOCK, 16), 1.0, dtype), top, total, acc, DIM, WIDTH,
-                    PAGE, PATH_BLOCK, WINDOW, SOFTCAP,
+                    queries, keys, values, own + (first + row) * OWN, tl.load(own_count + first + row),
+                    shared + first + row, within == row, head, scale, page_stride,
+                    tl.full((PATH_BLOCK, 16), 1.0, dtype), top, total, acc, DIM, WIDTH, PAGE, PATH_BLOCK, WINDOW,
+                    FIRST, SOFTCAP,
                 )  # fmt: skip
             average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
             if whole:
                 acc = average.to(tl.float32) * total[:, None]
-                for block in range(before, blocks):
+                for number in range(skipped, blocks):
+                    block = _placed(number, skipped, FIRST, BLOCK)
                     k, v = _shared_keys(
                         keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK
                     )
                     seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
-                    seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW)
+                    seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW, FIRST)
                     top, total, acc = _merged(top, total, acc, *_block(queries, k, v, ones, seen, scale, SOFTCAP))
                 _store_out(out, at, live, acc, total, DIM, WIDTH)
                 tl.store(totals + at.to(tl.int64) * slots, total * 0.0, mask=live)
@@ -318,8 +348,8 @@ def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, gr
                 _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
         if whole == 0:
             _leave_blocks(
-                queries, keys, values, sums, tops, totals, table, left, end, most, before + split, SPLITS, at, live,
-                head, scale, page_stride, slots, ones, DIM, WIDTH, PAGE, BLOCK, WINDOW, SOFTCAP,
+                queries, keys, values, sums, tops, totals, table, left, end, most, skipped, split, SPLITS, at, live,
+                head, scale, page_stride, slots, ones, DIM, WIDTH, PAGE, BLOCK, WINDOW, FIRST, SOFTCAP,
             )  # fmt: skip
 
 
@@ -351,7 +381,8 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
                   HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
                   WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
                   TILE_ROWS: tl.constexpr, TOTAL: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
-                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+                  WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr,
+                  EARLY: tl.constexpr):  # fmt: skip
     """Attend from a tile of rows of one prompt to all positions up to each row, through the page table.
 
     The last tiles come first: they have most to read. Of a tile with many blocks, SPLITS programs share the blocks, if
@@ -367,17 +398,17 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
     start = tl.load(tile + 3)
     most = tl.maximum((start + count - 1) // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
     blocks = tl.cdiv(most, BLOCK)
-    before = 0  # blocks that no row of the tile sees
+    skipped = 0  # blocks that no row of the tile sees
     if WINDOW > 0:
-        before = tl.minimum(tl.maximum(start + 1 - WINDOW, 0), most) // BLOCK
+        skipped = _skipped(tl.minimum(tl.maximum(start + 1 - WINDOW, 0), most) // BLOCK, FIRST, BLOCK)
     slots, shift, fits = _chunk_results(counts, rows, room, HEADS, BLOCK, TOTAL)
     tops += shift
     totals += shift
     sums += shift * DIM
-    whole = (blocks - before <= WHOLE) | (fits == 0)
+    whole = (blocks - skipped <= WHOLE) | (fits == 0)
     if SPLITS == 1:
         whole = blocks >= 0
-    works = (split == 0) | ((whole == 0) & (split < blocks - before))
+    works = (split == 0) | ((whole == 0) & (split < blocks - skipped))
     if (count > 0) & works:
         dtype = values.dtype.element_ty
         table = tables + tl.load(tile + 2)
@@ -405,17 +436,18 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
                 )
                 j = begin + tl.arange(0, PATH_BLOCK)
                 seen = (j[None, :] >= end[:, None]) & (j[None, :] <= position[:, None])
-                seen = _in_window(seen, j, left, WINDOW)
+                seen = _in_window(seen, j, left, WINDOW, FIRST)
                 top, total, acc = _more(_scores(queries, k, seen, scale, SOFTCAP), v, ones, top, total, acc)
             average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
             if whole:
                 acc = average.to(tl.float32) * total[:, None]
-                for block in range(before, blocks):
+                for number in range(skipped, blocks):
+                    block = _placed(number, skipped, FIRST, BLOCK)
                     k, v = _shared_keys(
                         keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK
                     )
                     seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
-                    seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW)
+                    seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW, FIRST)
                     top, total, acc = _merged(top, total, acc, *_block(queries, k, v, many, seen, scale, SOFTCAP))
                 _store_out(out, at, live, acc, total, DIM, WIDTH)
                 if SPLITS > 1:
@@ -424,15 +456,16 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
                 _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
         if whole == 0:
             _leave_blocks(
-                queries, keys, values, sums, tops, totals, table, left, end, most, before + split, SPLITS, at, live,
-                head, scale, page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK, WINDOW, SOFTCAP,
+                queries, keys, values, sums, tops, totals, table, left, end, most, skipped, split, SPLITS, at, live,
+                head, scale, page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK, WINDOW, FIRST, SOFTCAP,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "room"])
 def join(sums, tops, totals, shared, positions, counts, out, rows, room,
          HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr,
-         COUNT: tl.constexpr, TOTAL: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+         COUNT: tl.constexpr, TOTAL: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr,
+         EARLY: tl.constexpr):  # fmt: skip
     """Merge the results of one row and COUNT heads: the own path, then the blocks that the row shares, in order.
 
     In a step of several sequences (BATCH), padding has no results, and some rows are done. Rows from `rows` on are
@@ -459,33 +492,37 @@ def join(sums, tops, totals, shared, positions, counts, out, rows, room,
         position = tl.load(positions + row)
         end = tl.where(of_prompt, tl.maximum(position // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS, end)
     blocks = tl.cdiv(end, BLOCK)
-    before = 0  # blocks that the row does not see
+    skipped = 0  # blocks that the row does not see
     if WINDOW > 0:
-        before = tl.maximum(tl.load(positions + row) + 1 - WINDOW, 0) // BLOCK
+        skipped = tl.maximum(tl.load(positions + row) + 1 - WINDOW, 0) // BLOCK
+        if FIRST > 0:
+            skipped = _skipped(tl.minimum(skipped, blocks), FIRST, BLOCK)
     for head in range(left):
         first = (at + head).to(tl.int64) * slots + shift
-        _join_head(sums, tops, totals, out, at + head, first, before, blocks, DIM, WIDTH)
+        _join_head(sums, tops, totals, out, at + head, first, skipped, blocks, DIM, WIDTH, FIRST, BLOCK)
 
 
 @triton.jit
-def _join_head(sums, tops, totals, out, at, first, before, blocks, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Merge the results of one row and head, which begin at `first`; of blocks, those from `before` on."""
+def _join_head(sums, tops, totals, out, at, first, skipped, blocks, DIM: tl.constexpr, WIDTH: tl.constexpr,
+               FIRST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Merge the results of one row and head, which begin at `first`; of blocks, those that are not `skipped`."""
     d = tl.arange(0, WIDTH)
     total = tl.load(totals + first)
     top = tl.load(tops + first)
     acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
-    for begin in range(before, blocks, UNROLLED):
+    for begin in range(skipped, blocks, UNROLLED):
+        start = first + 1
         at_0 = first + 1 + begin
         end = first + 1 + blocks
         # all loads come before the sums, which wait for one another
-        t_0, w_0, a_0 = _loaded(sums, tops, totals, at_0, end, DIM, WIDTH)
-        t_1, w_1, a_1 = _loaded(sums, tops, totals, at_0 + 1, end, DIM, WIDTH)
-        t_2, w_2, a_2 = _loaded(sums, tops, totals, at_0 + 2, end, DIM, WIDTH)
-        t_3, w_3, a_3 = _loaded(sums, tops, totals, at_0 + 3, end, DIM, WIDTH)
-        t_4, w_4, a_4 = _loaded(sums, tops, totals, at_0 + 4, end, DIM, WIDTH)
-        t_5, w_5, a_5 = _loaded(sums, tops, totals, at_0 + 5, end, DIM, WIDTH)
-        t_6, w_6, a_6 = _loaded(sums, tops, totals, at_0 + 6, end, DIM, WIDTH)
-        t_7, w_7, a_7 = _loaded(sums, tops, totals, at_0 + 7, end, DIM, WIDTH)
+        t_0, w_0, a_0 = _loaded(sums, tops, totals, at_0, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        t_1, w_1, a_1 = _loaded(sums, tops, totals, at_0 + 1, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        t_2, w_2, a_2 = _loaded(sums, tops, totals, at_0 + 2, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        t_3, w_3, a_3 = _loaded(sums, tops, totals, at_0 + 3, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        t_4, w_4, a_4 = _loaded(sums, tops, totals, at_0 + 4, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        t_5, w_5, a_5 = _loaded(sums, tops, totals, at_0 + 5, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        t_6, w_6, a_6 = _loaded(sums, tops, totals, at_0 + 6, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        t_7, w_7, a_7 = _loaded(sums, tops, totals, at_0 + 7, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
         top, total, acc = _joined(top, total, acc, t_0, w_0, a_0)
         top, total, acc = _joined(top, total, acc, t_1, w_1, a_1)
         top, total, acc = _joined(top, total, acc, t_2, w_2, a_2)
@@ -498,9 +535,12 @@ def _join_head(sums, tops, totals, out, at, first, before, blocks, DIM: tl.const
 
 
 @triton.jit
-def _loaded(sums, tops, totals, at, end, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Load the result of one block; one from `end` on adds nothing."""
+def _loaded(sums, tops, totals, at, start, end, skipped, DIM: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """Load the result of one block of those from `start` to `end`; one from `end` on adds nothing."""
     d = tl.arange(0, WIDTH)
+    if FIRST > 0:
+        at = start + _placed(at - start, skipped, FIRST, BLOCK)
     there = at < end
     return (
         tl.load(tops + at, mask=there, other=float("-inf")),
