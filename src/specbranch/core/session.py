@@ -255,5 +255,5 @@ class Session:
         over = self.state is not None and token not in self._ending and self._advance(token)
         if token in self._ending or watched or over:
             self.finished = "stop"
-        elif self.room <= 0:
+        elif len(self.tokens) >= self.limit:
             self.finished = "length"
