@@ -7,7 +7,9 @@ The transform is checked by a sum over its whole grid, not by sampling: 1e-7 is 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
+from hashlib import blake2b
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 from scipy import stats as scipy_stats
 
 from exact import CAUGHT, SOUND, independence
-from specbranch.core.noise import MASK, SCALE, exponential, gumbel_row, keys, mix, uniform
+from specbranch.core.noise import MASK, SCALE, exponential, gumbel_row, key_bytes, keys, mix, uniform
 from tiers import tiered
 
 Key = tuple[int, int]
@@ -49,6 +51,14 @@ def test_gumbel_row_is_the_transform_of_the_hash() -> None:
 
 def test_noise_of_a_token_does_not_depend_on_the_vocabulary() -> None:
     assert gumbel_row(5, 1, 9, 50)[:20] == gumbel_row(5, 1, 9, 20)
+
+
+def test_keys_are_one_hash_of_seed_sample_and_position() -> None:
+    for seed, sample, position in ((0, 0, 0), (7, 3, 12), (-5, 1, 2**40), (2**64 + 1, 0, 9), (7, 3, 12)):
+        packed = struct.pack("<Qqq", seed % 2**64, sample, position)
+        expected = blake2b(packed, digest_size=8, person=b"sb-noise").digest()
+        assert key_bytes(seed, sample, position) == expected
+        assert keys(seed, sample, position) == struct.unpack("<II", expected)
 
 
 def test_seeds_of_any_size_and_sign_have_keys_of_their_own() -> None:

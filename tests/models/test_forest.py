@@ -29,13 +29,14 @@ from forests import (
     some_picks,
     some_proposals,
     some_request,
+    some_tree,
 )
 from specbranch.core.noise import keys
 from specbranch.core.orders import Verdict
 from specbranch.core.sending import Sending, sent
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT, Slots
-from specbranch.core.trees import NO_TREE, GrowingTree, below, chosen
+from specbranch.core.trees import NO_TREE, GrowingTree, Node, below, chosen
 from specbranch.core.verify import accept_match
 from specbranch.models.gpu.forest_growing import new_growth
 from specbranch.models.gpu.forest_layout import (
@@ -45,18 +46,39 @@ from specbranch.models.gpu.forest_layout import (
     SENT_ROWS,
     STOPPED,
     TARGET_PAGES,
+    node_table,
+    read_tree,
     weights_of,
 )
 from specbranch.models.gpu.granting import _verify_rows, send_plainly
 from specbranch.models.gpu.layout import Bucket, pack, views
 from specbranch.models.gpu.looking import look_plainly
 from specbranch.models.gpu.settling import settle_plainly
+from specbranch.models.gpu.tree_layout import NODE_FIELDS
 from specbranch.models.gpu.trees import _candidates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NO_PRICE = [0.0] * 64
 ALONE = Bucket(64, 4)
 STATES = {None: DECODING, "stop": STOPPED, "length": LIMITED}
+
+
+def test_a_tree_read_from_its_table_has_the_same_nodes_of_the_same_types() -> None:
+    rng = random.Random(4)
+    for most in (1, 5, 60):
+        tree, kv_slots = some_tree(rng, most, 20, root_scored=True)
+        nodes = [node._replace(sent=rng.random() < 0.5) for node in tree.nodes]
+        found = read_tree(node_table(nodes, kv_slots), True)
+        assert found == replace(tree, nodes=tuple(nodes), steps=())
+        assert [list(map(type, node)) for node in found.nodes] == [list(map(type, node)) for node in nodes]
+        assert all(type(node) is Node for node in found.nodes)
+    assert read_tree(np.empty((0, len(NODE_FIELDS))), False) is NO_TREE
+
+
+def test_a_tree_whose_child_comes_before_its_parent_is_refused() -> None:
+    nodes = [Node(1, 1, 0.5, 0.5, 2), Node(2, ROOT, 0.5, 0.5, 1)]
+    with pytest.raises(AssertionError):
+        read_tree(node_table(nodes, [0, 1]), True)
 
 
 def one_session(rng: random.Random, nodes: int = 32) -> tuple[Side, Session]:

@@ -33,9 +33,9 @@ from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import ChunkRows, Rows
 from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu import asking, attention
-from specbranch.models.gpu.decode_rows import DecodeRow, DecodeRows, VerifyRows
+from specbranch.models.gpu.decode_rows import WINDOW, DecodeRow, DecodeRows, VerifyRows
 from specbranch.models.gpu.launching import StepLauncher
-from specbranch.models.gpu.layout import CONFIDENCE, Bucket, Choosing, pack, views
+from specbranch.models.gpu.layout import CONFIDENCE, SHIFT, Bucket, Choosing, pack, views
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.step import GpuStep
 from specbranch.models.loading import load_native
@@ -157,7 +157,43 @@ def test_a_packed_decode_step_is_that_of_the_same_rows() -> None:
         work = [Rows(row.table, [-1 - n], at, at, [1]) for n, (row, at) in enumerate(zip(rows, positions, strict=True))]
         spots = [Spot(row.request, at + 1, list) for row, at in zip(rows, positions, strict=True)]
         expected, bucket = pack(work, 9999, asking.choosing_of(count, enumerate(spots)), None, least)
-        _check_same(expected, bucket, *step.after(same_tables=False).pack(9999, least), count)
+        step.advance([*range(count)])
+        _check_same(expected, bucket, *step.pack(9999, least), count)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_further_step_is_packed_as_the_same_rows_anew(seed: int) -> None:
+    """Paths and page tables are kept from step to step, also where pages begin, are copied, or a step is left out."""
+    rng, pool, count = random.Random(seed), Pool(600), 12
+    positions = [rng.choice([0, 5, 30, 31, 62, 63, 200, 255, 256, 500]) for _ in range(count)]
+    rows = [DecodeRow(_table(pool, at + 1), _request(n, rng.choice([0.0, 0.9]))) for n, at in enumerate(positions)]
+    step = DecodeRows(rows, positions, [7] * count)
+    step.pack(9999)
+    for _ in range(90):
+        positions, changed = [at + 1 for at in positions], list[int]()
+        for number, (row, at) in enumerate(zip(rows, positions, strict=True)):
+            if copied := rng.random() < 0.02:  # on write: another sequence shares the page
+                row.table.pages[at - 1 >> SHIFT] = pool.take(1)[0]
+            if copied or not row.table.is_writable(at):
+                row.table.reach(at + 1)
+                changed.append(number)
+        step.advance(changed)
+        if rng.random() < 0.1:
+            continue
+        work = [Rows(row.table, [-1 - n], at, at, [1]) for n, (row, at) in enumerate(zip(rows, positions, strict=True))]
+        spots = [Spot(row.request, at + 1, list) for row, at in zip(rows, positions, strict=True)]
+        expected, bucket = pack(work, 9999, asking.choosing_of(count, enumerate(spots)))
+        made, made_bucket = step.pack(9999)
+        _check_same(expected, bucket, made, made_bucket, count)
+        _check_behind_paths(made, bucket, rows, positions)
+
+
+def _check_behind_paths(packed: np.ndarray, bucket: Bucket, rows: list[DecodeRow], positions: list[int]) -> None:
+    """What lies behind a path is masked, but still multiplied: it has to be a KV slot that was written."""
+    own = views(torch.from_numpy(packed), bucket).own
+    for row, (one, at) in enumerate(zip(rows, positions, strict=True)):
+        written = one.table.flat(np.arange(at + 1))
+        assert np.isin(own[row, :WINDOW].numpy(), written).all(), (row, at)
 
 
 def _table(pool: Pool, kv_slots: int) -> Table:

@@ -133,8 +133,8 @@ class ForestLoop:
 
         def meanwhile() -> None:
             for member in decoding:
-                if member.orders is not None and member.orders.deferred is not None:
-                    member.orders.deferred.attempt()
+                if member.deferred is not None:
+                    member.deferred.attempt()
 
         plan = self._planned(sessions, wishes)
         orders = ForestOrders(

@@ -270,10 +270,10 @@ class Loop:
 
     def _count_waiting(self, took_part: Sequence[Session], seconds: float, restarts: int) -> None:
         """Count the seconds of a round for each decoding session outside it, and draft restarts for all."""
-        numbers = {session.number for session in took_part}
-        for number, member in self._live.items():
-            if number not in numbers and member.prefill_done:
-                member.session.waited += seconds
+        for number in self._live.keys() - {session.number for session in took_part}:
+            if self._live[number].prefill_done:
+                self._live[number].session.waited += seconds
+        for member in self._live.values() if restarts else ():
             member.session.stats.draft_restarts += restarts
 
     def _run(self, batch: Mapping[int, Orders]) -> dict[int, Reports]:

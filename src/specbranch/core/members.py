@@ -12,7 +12,7 @@ from specbranch.core.costs import MOST_UNCOMPUTED
 from specbranch.core.forest import ForestReport
 from specbranch.core.market import Offer
 from specbranch.core.methods import MethodRounds
-from specbranch.core.orders import Branch, Context, Draft, Orders, Prefill, Reports, TokenLogprobs
+from specbranch.core.orders import Branch, Context, Deferred, Draft, Orders, Prefill, Reports, TokenLogprobs
 from specbranch.core.session import Session
 
 
@@ -25,6 +25,7 @@ class Member:
     prefill_turn: int  # prefill goes round-robin: the lowest turn is next
     wants: Orders | Offer
     plain_rounds: int = 0  # that the loop may make before it asks the method again
+    deferred: Deferred | None = None  # the work that its method puts off until the device computes
     committed: bool = False  # plain rounds have committed tokens since `wants` was made
     decodes: bool = False  # the executor can decode it in a plain batch
     prefilled: int = 0  # tokens in the target's KV cache, until `prefill_done`
@@ -37,7 +38,8 @@ class Member:
     def take(self, wants: Orders | Offer) -> None:
         """Note what its method asks for."""
         self.wants, self.committed, self.drafted = wants, False, None
-        self.plain_rounds = wants.plain_rounds if isinstance(wants, Orders) else 0
+        orders = self.orders
+        self.plain_rounds, self.deferred = (0, None) if orders is None else (orders.plain_rounds, orders.deferred)
 
     def commit(self, token: int, logprobs: TokenLogprobs | None, seconds: float) -> None:
         """Commit a token of a plain round, of which its method does not hear."""

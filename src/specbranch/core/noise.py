@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 MASK = 0xFFFFFFFF
 SCALE = 2.0**-32
+_POSITION = struct.Struct("<q").pack
 
 Purpose = Literal["draft", "accept", "residual", "own"]
 Uniform = Callable[[int, Purpose, int], float]  # (depth below a context, purpose, attempt) -> [0, 1)
@@ -26,9 +27,21 @@ Uniform = Callable[[int, Purpose, int], float]  # (depth below a context, purpos
 @lru_cache(maxsize=65536)
 def keys(seed: int, sample: int, position: int) -> tuple[int, int]:
     """Return the two 32-bit keys under which the token ids of one position are hashed."""
-    packed = struct.pack("<Qqq", seed & (2**64 - 1), sample, position)
-    first, second = struct.unpack("<II", blake2b(packed, digest_size=8, person=b"sb-noise").digest())
+    first, second = struct.unpack("<II", key_bytes(seed, sample, position))
     return first, second
+
+
+def key_bytes(seed: int, sample: int, position: int) -> bytes:
+    """Return both keys of a position as little-endian bytes."""
+    begun = _begun(seed, sample).copy()
+    begun.update(_POSITION(position))
+    return begun.digest()
+
+
+@lru_cache(maxsize=4096)
+def _begun(seed: int, sample: int) -> blake2b:
+    """Return the hash of a sample before its position: to copy it is quicker than to begin anew."""
+    return blake2b(struct.pack("<Qq", seed & (2**64 - 1), sample), digest_size=8, person=b"sb-noise")
 
 
 def mix(ids: Any, key: tuple[int, int]) -> Any:

@@ -117,12 +117,12 @@ class PlainLoop:
         assert rounds.executor is not None
         texts = {member.session.number: member.session.tokens for member in batch.decoding}
         heads = {number: head for number, orders in asked.items() if orders.verify and (head := members[number].head)}
-        wanted = [*(member.wants for member in batch.decoding), *asked.values()]
+        deferred = [*(member.deferred for member in batch.decoding), *(orders.deferred for orders in asked.values())]
 
         def meanwhile() -> None:
-            for orders in wanted:
-                if isinstance(orders, Orders) and orders.deferred is not None:
-                    orders.deferred.attempt()
+            for tasks in deferred:
+                if tasks is not None:
+                    tasks.attempt()
 
         rounds.forget()  # if the round fails or is interrupted, nothing is launched
         try:
@@ -163,15 +163,17 @@ class PlainLoop:
 
     def _deliver_tokens(self, decoding: Sequence[Member], reports: PlainReports) -> list[Session]:
         span, now, took_part = reports.span, self._host.now(), list[Session]()
+        tokens, launched, logprobs = reports.tokens, reports.launched, reports.logprobs
         for member in decoding:
             session = member.session
-            if (error := reports.failed.get(session.number)) is not None:
+            number = session.number
+            if reports.failed and (error := reports.failed.get(number)) is not None:
                 took_part.append(session)
                 self._host.deliver(member, Orders(), Reports(error=error, verifying=span))
-            elif (token := reports.tokens.get(session.number)) is not None:
+            elif (token := tokens.get(number)) is not None:
                 took_part.append(session)
-                session.now, session.launched = now, session.number in reports.launched
-                self._take_token(member, token, reports.logprobs.get(session.number), span)
+                session.now, session.launched = now, number in launched
+                self._take_token(member, token, logprobs.get(number), span)
         return took_part
 
     def _deliver_verdict(self, member: Member, report: Reports) -> None:

@@ -164,12 +164,8 @@ def going_on(batch: PlainBatch) -> set[int]:
 
 
 def _lasts(member: Member) -> bool:
-    return member.session.room > 1 and _repeats(member)
+    return (member.plain_rounds > 1 or _goes_on(member.orders)) and member.session.room > 1
 
 
-def _repeats(member: Member) -> bool:
-    return member.plain_rounds > 1 or (isinstance(member.wants, Orders) and _goes_on(member.wants))
-
-
-def _goes_on(orders: Orders) -> bool:
-    return orders.verify is not None and orders.verify.goes_on
+def _goes_on(orders: Orders | None) -> bool:
+    return orders is not None and orders.verify is not None and orders.verify.goes_on

@@ -177,10 +177,8 @@ class Scheduler:
         for session in took_part:
             if ticket := self._live.get(session.number):
                 self._count(ticket)
-                if session.finished:
-                    self._end(ticket)
         for ticket in [ticket for ticket in self._live.values() if ticket.session.finished]:
-            self._end(ticket)  # it failed before the round
+            self._end(ticket)  # in this round, or it failed before
         if took_part and self.loop.out_of_pages:
             self._make_room(took_part)
         return took_part

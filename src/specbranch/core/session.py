@@ -261,5 +261,5 @@ class Session:
         watched = self._watch(token) if self._watch else False
         if token in self._ending or watched or over:
             self.finished = "stop"
-        elif self.room <= 0:
+        elif len(self.tokens) >= self.limit:
             self.finished = "length"

@@ -176,7 +176,8 @@ class Stats(Fates):
 
     def count_plain(self, seconds: float) -> None:
         """Count a round of plain decoding, in which the target worked for some seconds."""
-        self.end_round()
+        if self._lost:
+            self.end_round()
         self.target_forwards += 1
         self.target_busy += seconds
         self._rejected = False

@@ -163,9 +163,9 @@ def _count_rounds(
         for arms in (session.stats.arms, planner.experience.arms):
             arms.add("plain", Arm(plain, plain, plain_seconds))
     for made in rounds:
-        counted = Arm(1, made.taken, made.seconds)
+        name, counted = shape_of(made.tree, made.verified), Arm(1, made.taken, made.seconds)
         for arms in (session.stats.arms, planner.experience.arms):
-            arms.add(shape_of(made.tree, made.verified), counted)
+            arms.add(name, counted)
         planner.learning.pass_round(made.tree, made.path, made.taken)
 
 

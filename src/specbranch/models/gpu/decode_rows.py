@@ -8,13 +8,12 @@ sections (`layout.py`), or which sequences decode (`plain_decode.py`). Invariant
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import numpy as np
 
-from specbranch.core.noise import keys
+from specbranch.core.noise import key_bytes
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.models.cache.kv_memory import Table
@@ -82,6 +81,46 @@ class VerifyRows:
 NO_VERIFY_ROWS = VerifyRows((), None)
 
 
+class OwnPaths:
+    """The KV slots that rows read by themselves, at positions that grow by one from step to step.
+
+    A row shares all positions but its last group and the one before with its sequence. Each group lies on one page. So
+    a path begins elsewhere only where the row begins a group.
+    """
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self._tables, self._rows = tables, np.arange(len(tables))
+        self._positions = np.full(len(tables), -2, dtype=np.int32)  # of the step before; -2: not known
+        self._begins = np.empty(len(tables), dtype=np.int32)  # the first KV slot of the page of each position
+        self.own = np.empty((len(tables), WINDOW), dtype=np.int32)  # what lies behind a path is one of its KV slots
+        self.shared = self.behind = self.slots = self._positions  # positions; those of each path before its last; slots
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Forget the paths of rows whose page tables have changed."""
+        self._positions = self._positions.copy()
+        self._positions[rows] = -2
+
+    def move_to(self, positions: np.ndarray) -> None:
+        """Bring all paths to these positions; only those that begin elsewhere are written anew."""
+        shared = np.maximum((positions & -GROUP_POSITIONS) - GROUP_POSITIONS, 0)
+        follows = (shared == self.shared) & (positions - self._positions <= 1)
+        self._positions, self.shared, self.behind = positions, shared, positions - shared
+        if (anew := np.flatnonzero(~follows)).size:
+            self._write(anew)
+        self.slots = self._begins + (positions & (PAGE - 1))
+        self.own[self._rows, self.behind] = self.slots
+
+    def _write(self, rows: np.ndarray) -> None:
+        """Write the whole paths of some rows."""
+        positions, shared = self._positions[rows], self.shared[rows]
+        tables = [self._tables[row].pages for row in rows.tolist()]
+        of_groups = zip(tables, (shared >> SHIFT).tolist(), (positions >> SHIFT).tolist(), strict=True)
+        begins = np.array([(pages[first], pages[last]) for pages, first, last in of_groups], dtype=np.int32) << SHIFT
+        path = np.minimum(shared[:, None] + _WITHIN, positions[:, None])
+        self.own[rows] = begins.repeat(GROUP_POSITIONS, axis=1) + (path & (PAGE - 1))
+        self._begins[rows] = begins[:, 1]
+
+
 class DecodeRows:
     """The rows of a step: row i computes a token of `rows[i]` at position `positions[i]`."""
 
@@ -105,25 +144,27 @@ class DecodeRows:
         self.before, self.sources = before, sources
         self.shaping: object | None = None  # what `shaped_decode.py` keeps for the steps of these sequences
         self._noisy = [at for at, row in enumerate(rows) if not row.request.greedy]
-        coldest = [max(row.request.params.temperature, COLDEST) for row in rows if not row.request.greedy]
+        self._drawn = [rows[at].request for at in self._noisy]
+        coldest = [max(request.params.temperature, COLDEST) for request in self._drawn]
         self._temperatures = np.array(coldest, dtype=np.float32).view(np.int32)
-        self._begins: list[int] = []  # where page tables begin, and where the last one ends
-        self._tables = np.empty(0, dtype=np.int32)
+        self._paths = OwnPaths([row.table for row in rows])
+        self._tables: np.ndarray | None = None  # page tables, one after the other; None: not known
+        self._groups = np.ones((len(rows), 3), dtype=np.int32)  # see `Views.groups`
+        self._groups[:, 0] = np.arange(len(rows))
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def after(self, same_tables: bool) -> DecodeRows:
-        """Return the next step of the same sequences: each row computes the token that it has sampled.
+    def advance(self, changed: Sequence[int]) -> None:
+        """Become the next step of the same sequences: each row computes the token that it has sampled.
 
-        `same_tables`: their page tables are those of this step.
+        `changed`: rows whose page tables are not those of the step so far.
         """
-        made = copy(self)
-        made.positions = self.positions + 1
-        if not same_tables:
-            made._begins = []
-        made.tokens = -1 - np.arange(len(self.rows), dtype=np.int32)
-        return made
+        self.positions = self.positions + 1
+        self.tokens = -1 - self._groups[:, 0]
+        if changed:
+            self._paths.forget(changed)
+            self._tables = None
 
     def pack(
         self,
@@ -146,12 +187,11 @@ class DecodeRows:
         packed[fixed : fixed + len(tables)] = tables
         packed[fixed + len(tables) :] = list(chain.from_iterable(of_others))
         all_rows, per_row, groups, own = sections_of(packed, bucket)
-        shared = np.maximum((positions & -GROUP_POSITIONS) - GROUP_POSITIONS, 0)
-        all_rows[0, :rows], all_rows[1, :rows] = self.tokens, positions
-        per_row[0, :rows], per_row[1, :rows] = shared, positions - shared + 1
-        all_rows[2, :rows] = self._write_paths(own, shared)
-        own[sampled:] = spare
-        groups[:rows, 0], groups[:rows, 1], groups[:rows, 2] = np.arange(rows), 1, self._begins[:rows]
+        self._paths.move_to(positions)
+        all_rows[0, :rows], all_rows[1, :rows], all_rows[2, :rows] = self.tokens, positions, self._paths.slots
+        per_row[0, :rows], per_row[1, :rows] = self._paths.shared, self._paths.behind + 1
+        own[:rows, :WINDOW], own[sampled:] = self._paths.own, spare
+        groups[:rows] = self._groups
         self._write_sampling(per_row)
         if verify.parts:
             write_rows(verify.parts, packed, bucket, ends, rows)
@@ -167,36 +207,24 @@ class DecodeRows:
 
     def _page_tables(self) -> np.ndarray:
         """Return the page tables of all rows, one after the other; they are longer where a row begins a page."""
-        if not self._begins or not (self.positions & (PAGE - 1)).all():
+        if self._tables is None or not (self.positions & (PAGE - 1)).all():
             ends = ((self.positions >> SHIFT) + 1).tolist()
             tables = [row.table.pages[:end] for row, end in zip(self.rows, ends, strict=True)]
-            self._begins = list(accumulate(ends, initial=0))
+            self._groups[:, 2] = [0, *accumulate(ends[:-1])]
             self._tables = np.array(list(chain.from_iterable(tables)), dtype=np.int32)
         return self._tables
-
-    def _write_paths(self, own: np.ndarray, shared: np.ndarray) -> np.ndarray:
-        """Write the own path of each row; returns the KV slots that the rows are written to."""
-        rows, positions = len(self.rows), self.positions
-        # an own path lies on two pages at most
-        first_pages = [row.table.pages[at] for row, at in zip(self.rows, (shared >> SHIFT).tolist(), strict=True)]
-        last_pages = [row.table.pages[at] for row, at in zip(self.rows, (positions >> SHIFT).tolist(), strict=True)]
-        first, last = (np.array(pages, dtype=np.int32) << SHIFT for pages in (first_pages, last_pages))
-        path = shared[:, None] + _WITHIN
-        np.minimum(path, positions[:, None], out=path)
-        begins = positions & -PAGE
-        pages = np.where(path < begins[:, None], first[:, None], last[:, None])
-        own[:rows, :WINDOW] = pages + (path & (PAGE - 1))
-        return last + (positions & (PAGE - 1))
 
     def _write_sampling(self, per_row: np.ndarray) -> None:
         """Write the temperature and the noise of rows that are not greedy."""
         if not self._noisy:
             return
-        noise: list[int] = []
-        for at, position in zip(self._noisy, self.positions[self._noisy].tolist(), strict=True):
-            request = self.rows[at].request
-            noise += keys(request.seed, request.sample, position + 1)
+        noise = b"".join(
+            [
+                key_bytes(request.seed, request.sample, position + 1)
+                for request, position in zip(self._drawn, self.positions[self._noisy].tolist(), strict=True)
+            ]
+        )
         first = PER_ROW - ALL_ROWS
         per_row[first, self._noisy] = self._temperatures
-        per_row[first + 1 : first + 3, self._noisy] = np.array(noise, dtype=np.uint32).view(np.int32).reshape(-1, 2).T
+        per_row[first + 1 : first + 3, self._noisy] = np.frombuffer(noise, dtype="<i4").reshape(-1, 2).T
         per_row[first + 3, self._noisy] = 1

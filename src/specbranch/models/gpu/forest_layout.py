@@ -10,11 +10,13 @@ nodes count from the session's length; a node's KV slot is higher than its paren
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 from math import exp, prod
-from typing import NamedTuple
+from operator import lt
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +64,7 @@ WANT_FIELDS = ("rows", "end", "last")  # of a session's draft step: rows, KV slo
 PRICE_SCALARS = ("rate", "others", "most_rows")
 SECONDS_AT = len(PRICE_SCALARS)
 REPORT_SIZE = len(REPORT_FIELDS) + DEEPEST + 1
+NODE_TYPES = (int, int, float, float, int, int, float, int, bool, bool)  # of the fields of a `Node`
 Written = tuple[int, np.ndarray]  # where numbers begin in `Forest.numbers`, and what they are
 
 
@@ -180,7 +183,8 @@ class Forest:
         `scalars`: the session's at the time of the tree, if they have changed since.
         """
         scalars = scalars or self.scalars(row)
-        return read_tree(self.trees[row, : scalars["nodes"]].numpy(), bool(scalars["root_scored"]))
+        table = self.trees[row, : scalars["nodes"]].numpy()
+        return read_tree(table, bool(scalars["root_scored"])), table[:, len(Node._fields)].astype(np.int64).tolist()
 
     def text(self, row: int) -> list[int]:
         """Return a session's committed tokens."""
@@ -245,15 +249,15 @@ def node_table(nodes: Sequence[Node], kv_slots: Sequence[int]) -> np.ndarray:
     return table
 
 
-def read_tree(table: np.ndarray, root_scored: bool) -> tuple[Tree, list[int]]:
-    """Return the tree of a table of nodes, and the KV slots of its nodes."""
+# `Node._make` does the same by a call in Python for each node
+_as_node: Callable[[tuple[Any, ...]], Node] = partial(tuple.__new__, Node)
+
+
+def read_tree(table: np.ndarray, root_scored: bool) -> Tree:
+    """Return the tree of a table of nodes."""
     if not len(table):
-        return (Tree((), True) if root_scored else NO_TREE), []
-    nodes = [
-        Node(
-            int(token), int(parent), chance, reach, int(depth), int(rank), said, int(look), bool(scored), bool(sent)
-        )
-        for token, parent, chance, reach, depth, rank, said, look, scored, sent, *_ in table.tolist()
-    ]  # fmt: skip
-    assert all(ROOT <= node.parent < n for n, node in enumerate(nodes))
-    return Tree(tuple(nodes), root_scored), table[:, len(Node._fields)].astype(np.int64).tolist()
+        return Tree((), True) if root_scored else NO_TREE
+    columns = [column.astype(kind).tolist() for column, kind in zip(table.T, NODE_TYPES, strict=False)]
+    nodes = tuple(map(_as_node, zip(*columns, strict=True)))
+    assert min(columns[1]) >= ROOT and all(map(lt, columns[1], range(len(nodes)))), columns[1]  # parents come first
+    return Tree(nodes, root_scored)

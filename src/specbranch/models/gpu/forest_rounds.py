@@ -246,19 +246,21 @@ class ForestDecoder:
 
     def _leave_others(self, texts: Mapping[int, Sequence[int]]) -> None:
         """Take out sessions that do not take part any longer, or have another text than the device knows."""
+        capacity = _capacity(min(len(texts), TABLE_ROWS))
         for seq, planted in list(self._planted.items()):
             text = texts.get(seq)
             known = text is not None and len(text) == planted.length and text[-1] == planted.last
             # a few sessions have low rows, so that kernels for few of them serve
-            if not known or planted.leaves or planted.row >= _capacity(min(len(texts), TABLE_ROWS)):
+            if not known or planted.leaves or planted.row >= capacity:
                 self._leave(seq, planted)
 
     def _enter(self, orders: ForestOrders, failed: dict[int, SpecBranchError]) -> bool:
         """Give rows to sessions that have none; False: this is not possible for one of them."""
-        free = iter(sorted(set(range(TABLE_ROWS)) - {planted.row for planted in self._planted.values()}))
-        for seq, text in orders.texts.items():
-            if seq in self._planted:
-                continue
+        entering = [seq for seq in orders.texts if seq not in self._planted]
+        taken = {planted.row for planted in self._planted.values()} if entering else set()
+        free = (row for row in range(TABLE_ROWS) if row not in taken)
+        for seq in entering:
+            text = orders.texts[seq]
             sequence = self._target.sequences.get(seq)
             if sequence is None or sequence.slots.tokens or len(sequence.slots.prefix) != len(text) - 1:
                 return False
@@ -298,7 +300,7 @@ class ForestDecoder:
 
     def _keep_up(self, seq: int, planted: Planted, orders: ForestOrders) -> None:
         """Note what has changed for a session since its last round; raises CacheFull if it finds no memory."""
-        before, row = [list(pages) for pages in planted.pages], planted.row
+        before, row = planted.pages[:], planted.row
         changes = self._changes.setdefault(row, [])
         self._reserve(seq, planted)
         wanted = seq in orders.drafting and self._draft is not None
@@ -307,7 +309,7 @@ class ForestDecoder:
         elif planted.drafts and (not wanted or not self._reserve_draft(seq, planted)):
             self._end_drafting(seq, planted, changes)
         for table, pages in enumerate(planted.pages):
-            first = _first_difference(before[table], pages)
+            first = _first_difference(before[table], pages) if pages != before[table] else len(pages)
             if first < len(pages):
                 changes.append(self._forest.page_change(row, table, pages, first))
         looks = seq in orders.looking
@@ -495,7 +497,7 @@ class ForestDecoder:
                 held = [texts[seq][-1], *tokens[:-1]]
                 sequence.slots.prefix.extend(held if moved and ended is None else held[:placed])
                 self._target.forget_rows(seq)
-            tree = NO_TREE if trees is None else read_tree(trees[row, :nodes], bool(root_scored))[0]
+            tree = NO_TREE if trees is None else read_tree(trees[row, :nodes], bool(root_scored))
             found[seq] = ForestReport(tuple(tokens), tree, ended)
             if planted is not None:
                 planted.length += count

@@ -33,7 +33,6 @@ from specbranch.models.gpu.layout import (
     fitting_chunks,
     most_moves,
     pack,
-    views,
 )
 from specbranch.models.gpu.own_stream import DeviceStream
 from specbranch.models.gpu.step import Graphs, Ran
@@ -157,11 +156,11 @@ class StepLauncher:
 
     def launch_decode(
         self, rows: DecodeRows, verify: VerifyRows = NO_VERIFY_ROWS, layers: int = 0
-    ) -> tuple[Ran, Tensor]:
+    ) -> tuple[Ran, Bucket]:
         """Launch a plain decode step with rows of verify orders; it also computes prefill that was put off.
 
         `layers`: how many layers' hidden states come back. Then prefill is computed before it: steps with both are not
-        captured. Returns its results, and the section of its sampling numbers.
+        captured. Returns its results, and its padded size.
         """
         self.up({})  # pending moves come first
         if layers:
@@ -175,9 +174,7 @@ class StepLauncher:
             return self.run_packed(packed, bucket, None, 1, layers=layers)
 
         ran = self._with_prefill(len(rows) + len(verify), run)
-        choosing = views(self.graphs.input, buckets[-1]).choosing
-        assert choosing is not None
-        return ran, choosing
+        return ran, buckets[-1]
 
     def _with_prefill(self, rows: int, run: Callable[[Sequence[ChunkRows]], Ran]) -> Ran:
         """Run a step of `rows` sampled rows with prefill that was put off.

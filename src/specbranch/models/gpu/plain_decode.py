@@ -67,8 +67,8 @@ class DecodeLauncher(Protocol):
         verdicts, in flight. With grammars, its tokens are not chosen yet."""
         ...
 
-    def commit(self, seq: int, token: int) -> None:
-        """Append a computed token to the prefix of a sequence."""
+    def commit(self, tokens: Mapping[int, int]) -> None:
+        """Append a computed token to the prefix of each sequence."""
         ...
 
 
@@ -100,12 +100,12 @@ class Flight:
 
     def reads(self, texts: Texts) -> dict[int, int]:
         """Return the rows that compute the last token of a text, by sequence."""
-        found: dict[int, int] = {}
-        for seq, text in texts.items():
-            row = self.row_of.get(seq)
-            if row is not None and self.tokens[row] == text[-1] and self.positions[row] == len(text) - 1:
-                found[seq] = row
-        return found
+        row_of, tokens, positions = self.row_of, self.tokens, self.positions
+        return {
+            seq: row
+            for seq, text in texts.items()
+            if (row := row_of.get(seq)) is not None and tokens[row] == text[-1] and positions[row] == len(text) - 1
+        }
 
 
 class PlainDecoder:
@@ -153,10 +153,11 @@ class PlainDecoder:
             now, entering = flight.row_of, {}
         flight.choose(now, masks)  # the step behind it begins with these tokens
         entered = self._with_memory(entering, failed)
-        kept, same_tables = self._kept(flight, now, going_on)
-        others, more = kept.keys() | entered.keys(), verify.rows if verify else 0
-        entered |= self._joined(joining, others, self._longest(texts, verify), more)
-        self._flight = following = self._launch_next(flight, kept, entered, same_tables, verify)
+        kept, changed = self._kept(flight, now, going_on)
+        if joining:
+            others, more = kept.keys() | entered.keys(), verify.rows if verify else 0
+            entered |= self._joined(joining, others, self._longest(texts, verify), more)
+        self._flight = following = self._launch_next(flight, kept, entered, changed, verify)
         logprobs: dict[int, TokenLogprobs] = {}
 
         def sampled() -> dict[int, int]:
@@ -173,7 +174,7 @@ class PlainDecoder:
 
     def _longest(self, texts: Texts, verify: VerifyWork | None) -> int:
         """Return the tokens of the longest text once two more steps are computed, or of a verified sequence."""
-        longest = 2 + max([len(text) for text in texts.values()], default=0)
+        longest = 2 + max(map(len, texts.values()), default=0)
         for feed in verify.work if verify else ():
             sequence = self._launcher.sequence(feed.seq)
             assert sequence is not None
@@ -201,36 +202,39 @@ class PlainDecoder:
                 failed[seq] = error
         return found
 
-    def _kept(self, flight: Flight, now: Mapping[int, int], going_on: Collection[int]) -> tuple[dict[int, int], bool]:
+    def _kept(
+        self, flight: Flight, now: Mapping[int, int], going_on: Collection[int]
+    ) -> tuple[dict[int, int], list[int]]:
         """Return the sequences that have a row in the step behind `flight`, too, with their rows in `flight`.
 
-        Also returns whether all page tables are those of `flight`.
+        Also returns the rows whose page tables have changed.
         """
-        kept, same_tables = dict[int, int](), True
+        kept, changed = dict[int, int](), list[int]()
+        rows, positions, most = flight.rows.rows, flight.positions, self._launcher.context_length - 1
         for seq, row in now.items():
-            position = flight.positions[row] + 1
-            if seq not in going_on or position >= self._launcher.context_length:
+            position = positions[row]
+            if seq not in going_on or position >= most:
                 continue
-            if not flight.rows.rows[row].table.is_writable(position):
-                same_tables = False
-                if not self._with_memory({seq: Entry(0, position)}, {}):
+            if not rows[row].table.is_writable(position + 1):
+                changed.append(row)
+                if not self._with_memory({seq: Entry(0, position + 1)}, {}):
                     continue  # it gets a row once there is memory
             kept[seq] = row
-        return kept, same_tables
+        return kept, changed
 
     def _launch_next(
         self,
         flight: Flight,
         kept: dict[int, int],
         entered: dict[int, tuple[DecodeRow, Entry]],
-        same_tables: bool,
+        changed: Sequence[int],
         verify: VerifyWork | None,
     ) -> Flight | None:
         """Launch the step behind `flight`: of sequences that go on, and of those that have no row in it yet."""
         if not entered and kept and list(kept.values()) == [*range(len(flight.rows))]:
-            rows, positions = flight.rows.after(same_tables), [position + 1 for position in flight.positions]
-            tokens = [-1 - row for row in range(len(positions))]
-            return self._flown(rows, positions, kept, tokens, verify)
+            flight.rows.advance(changed)
+            positions = [position + 1 for position in flight.positions]
+            return self._flown(flight.rows, positions, kept, [*range(-1, -1 - len(positions), -1)], verify)
         return self._launch(entered, kept, flight, verify)
 
     def _flown(
@@ -303,8 +307,7 @@ class PlainDecoder:
         sampled: list[int] = results[:, 0].astype(np.int64).tolist()
         for row in np.isnan(results[:, CONFIDENCE]).nonzero()[0].tolist():  # its logits are not all finite
             sampled[row] = NO_TOKEN
-        for seq in now:
-            self._launcher.commit(seq, texts[seq][-1])
+        self._launcher.commit({seq: texts[seq][-1] for seq in now})
         if flight.rows.is_shaped:
             for seq, row in now.items():
                 top = flight.rows.rows[row].request.params.logprobs

@@ -56,7 +56,7 @@ from specbranch.models.gpu.forest_rounds import ForestDecoder, joins
 from specbranch.models.gpu.growing import TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.launching import StepLauncher, wide
-from specbranch.models.gpu.layout import CHUNK_STEP_ROWS, MOST_TOTAL_ROWS, power_of_four
+from specbranch.models.gpu.layout import CHUNK_STEP_ROWS, MOST_TOTAL_ROWS, Bucket, power_of_four, views
 from specbranch.models.gpu.own_stream import DeviceStream
 from specbranch.models.gpu.plain_decode import PlainDecoder, Texts
 from specbranch.models.gpu.shaped_decode import ShapedSampler, Unchosen
@@ -259,10 +259,11 @@ class GpuRunner(NativeRunner):
         """Make KV slots writable, or raise CacheFull; returns the page table."""
         return self.sequences.reserve(seq, start, stop)
 
-    def commit(self, seq: int, token: int) -> None:
-        """Append a token to the prefix, once a step has computed it."""
-        self.sequences[seq].slots.prefix.append(token)
-        self._rows[seq].clear()
+    def commit(self, tokens: Mapping[int, int]) -> None:
+        """Append a token to the prefix of each sequence, once a step has computed them."""
+        self.sequences.commit(tokens)
+        for seq in tokens:
+            self._rows[seq].clear()
 
     def fits_one_step(self, rows: int, longest: int) -> bool:
         """True if so many rows are one step; `longest`: tokens of the longest sequence."""
@@ -276,22 +277,24 @@ class GpuRunner(NativeRunner):
         Returns its results and its verdicts, in flight. If a row has a grammar, the step's tokens are not chosen yet.
         """
         if verify is None:
-            ran, choosing = self.launcher.launch_decode(rows)
+            ran, bucket = self.launcher.launch_decode(rows)
             results = None if rows.is_shaped else self.launcher.read_later(ran, len(rows))
-            return self._decoded(rows, ran, choosing, results), None
+            return self._decoded(rows, ran, bucket, results), None
         layers = self._wanted(verify.work)
         with self.sequences.appending(verify.work) as parts:
             beside = self.answers.beside(verify, parts, layers)
-            ran, choosing = self.launcher.launch_decode(rows, beside.rows, layers)
+            ran, bucket = self.launcher.launch_decode(rows, beside.rows, layers)
             results = self.launcher.read_later(ran, len(rows) + len(beside.rows))  # before others are sampled
-            decoded = self._decoded(rows, ran, choosing, results)
+            decoded = self._decoded(rows, ran, bucket, results)
             return decoded, self.answers.verdicts_beside(beside, ran, results, len(rows))
 
-    def _decoded(self, rows: DecodeRows, ran: Ran, choosing: Tensor, results: Reading | None) -> Reading | Unchosen:
+    def _decoded(self, rows: DecodeRows, ran: Ran, bucket: Bucket, results: Reading | None) -> Reading | Unchosen:
         """Return the results of decode rows, or how to choose them; `results`: as the graph has sampled them."""
         if results is not None and not rows.is_shaped:
             rows.before, rows.sources = None, ()  # needed no longer
             return results
+        choosing = views(self.graphs.input, bucket).choosing
+        assert choosing is not None
         logits = wide(ran.logits[: len(rows)])[:, : self.sampler.vocabulary]
         sampler = ShapedSampler(self.transfer, self.sampler.vocabulary, self.answers.picked)
         if rows.is_masked:  # a later step brings its own numbers

@@ -150,6 +150,11 @@ class Sequences(Mapping[int, OpenSequence]):
             self._undo_prefill(seq, before)
             raise
 
+    def commit(self, tokens: Mapping[int, int]) -> None:
+        """Append a token to the prefix of each sequence, once a step has computed them."""
+        for seq, token in tokens.items():
+            self._open[seq].slots.prefix.append(token)
+
     @contextmanager
     def taking_pending(self) -> Iterator[list[PendingChunk]]:
         """Yield the pending chunks to a body that launches their forward; then let the prefix cache serve them.
