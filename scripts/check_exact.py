@@ -62,6 +62,7 @@ def main() -> None:
     options.add_argument("--dtype")
     options.add_argument("--weights")
     options.add_argument("--draft-weights")
+    options.add_argument("--draft-window", type=int)
     options.add_argument("--tokens", type=int, default=256)
     options.add_argument("--together", type=int, default=10, help="requests at once")
     options.add_argument("--prompts", type=int, default=len(PROMPTS))
@@ -70,7 +71,7 @@ def main() -> None:
     names = ("pair", "target", "draft", "device", "dtype", "executor")
     models = {name: getattr(given, name) for name in names}
     stored = {"weights": given.weights, "draft_weights": given.draft_weights}
-    kept = {**stored, "max_batch": given.together, "keep_experience": False}
+    kept = {**stored, "draft_window": given.draft_window, "max_batch": given.together, "keep_experience": False}
     llm = LLM(**models, method="specbranch", options=kept)
     prompts = [llm.tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS[: given.prompts]]
     found = [

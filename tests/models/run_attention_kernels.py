@@ -34,6 +34,7 @@ FORMS = {
     "draft-window": Attention(window=40, first=4),
     "wide-draft-window": Attention(window=300, first=4),
     "many-first": Attention(window=70, first=200, softcap=20.0, scale=0.11, sinks=True),
+    "itself-alone": Attention(window=1, first=4),  # windows that begin behind all blocks, which are smaller in float32
 }
 HEADS, KV_HEADS, DIM, PAGES = 3, 1, 16, 64
 TOLERATED = 4e-3
@@ -48,21 +49,22 @@ def interpret(name: str, seed: int) -> None:
 
     tl.core.tensor.__index__ = lambda self: self.handle.data.item()  # the interpreter's ranges need it
     torch.manual_seed(seed)
-    form = FORMS[name]
-    sinks = torch.randn(HEADS).to(torch.float16) * 2 if form.sinks else None
-    check_rows(form, sinks, seed)
-    check_prompt(form, sinks)
+    form, dtype = FORMS[name], torch.float32 if name == "itself-alone" else torch.float16
+    sinks = torch.randn(HEADS).to(dtype) * 2 if form.sinks else None
+    check_rows(form, sinks, seed, dtype)
+    for start in (500, 38):  # of the second, own paths begin with the first position
+        check_prompt(form, sinks, start, dtype)
     if form.window is not None:
-        check_nothing_before_the_window_is_read(form, sinks)
+        check_nothing_before_the_window_is_read(form, sinks, dtype)
     print(name, "right")
 
 
-def check_rows(form: Attention, sinks: Tensor | None, seed: int) -> None:
+def check_rows(form: Attention, sinks: Tensor | None, seed: int, dtype: torch.dtype) -> None:
     _, work = some_work(seed)
     rows = [part for _, part in work]
     step, bucket = packed_views(rows)
-    q = torch.randn(bucket.total, HEADS, DIM).to(torch.float16)
-    keys, values = torch.randn(2, PAGES + 1, KV_HEADS, PAGE, DIM).to(torch.float16)
+    q = torch.randn(bucket.total, HEADS, DIM).to(dtype)
+    keys, values = torch.randn(2, PAGES + 1, KV_HEADS, PAGE, DIM).to(dtype)
     found, expected = (
         attend(q, keys, values, step, None, False, form, sinks) for attend in (attend_by_kernels, attend_plainly)
     )
@@ -72,24 +74,24 @@ def check_rows(form: Attention, sinks: Tensor | None, seed: int) -> None:
     for part in rows:
         end = first + len(part.tokens)
         alone, padded = packed_views([part])
-        own = torch.zeros(padded.total, HEADS, DIM, dtype=torch.float16)
+        own = torch.zeros(padded.total, HEADS, DIM, dtype=dtype)
         own[: end - first] = q[first:end]
         bits = attend_by_kernels(own, keys, values, alone, None, False, form, sinks)[: end - first]
         assert torch.equal(bits, found[first:end]), "a sequence has other bits alone than among others"
         first = end
 
 
-def check_prompt(form: Attention, sinks: Tensor | None) -> None:
+def check_prompt(form: Attention, sinks: Tensor | None, start: int, dtype: torch.dtype) -> None:
     """Rows of a prompt, by one program or several a tile, against plain torch and against single rows."""
     table = Table(Pool(8), [5, 3, 1, 0, 2])
-    keys, values = torch.randn(2, 9, KV_HEADS, PAGE, DIM).to(torch.float16)
-    start, count, tile_rows = 500, 20, attention.chunk_tile_rows(HEADS // KV_HEADS, DIM)
-    queries, found = torch.randn(count, HEADS, DIM).to(torch.float16), []
+    keys, values = torch.randn(2, 9, KV_HEADS, PAGE, DIM).to(dtype)
+    count, tile_rows = 20, attention.chunk_tile_rows(HEADS // KV_HEADS, DIM)
+    queries, found = torch.randn(count, HEADS, DIM).to(dtype), []
     for splits in (1, 4):
         attention.chunk_splits = lambda *_, splits=splits: splits
         packed, bucket = pack([], 8 * PAGE, chunks=[ChunkRows(table, [0] * count, start)], tile_rows=tile_rows)
         step = views(torch.from_numpy(packed), bucket, 8)
-        q = torch.zeros(bucket.total, HEADS, DIM, dtype=torch.float16)
+        q = torch.zeros(bucket.total, HEADS, DIM, dtype=dtype)
         q[bucket.rows : bucket.rows + count] = queries
         found.append(attend_by_kernels(q, keys, values, step, None, False, form, sinks)[bucket.rows :][:count])
     assert torch.equal(*found), "bits depend on the number of programs"
@@ -102,20 +104,20 @@ def check_prompt(form: Attention, sinks: Tensor | None) -> None:
         assert torch.equal(alone[0], found[0][at]), "a row has other bits in a prompt than alone"
 
 
-def check_nothing_before_the_window_is_read(form: Attention, sinks: Tensor | None) -> None:
+def check_nothing_before_the_window_is_read(form: Attention, sinks: Tensor | None, dtype: torch.dtype) -> None:
     """Pages before a window hold what is no number; of the lone sequence, and of one in a batch."""
     assert form.window is not None
     pool = Pool(10)
     tables = [Table(pool, [4, 3, 2, 1]), Table(pool, [5, 6, 7, 8])]
     position = 800
-    keys, values = torch.randn(2, 11, KV_HEADS, PAGE, DIM).to(torch.float16)
+    keys, values = torch.randn(2, 11, KV_HEADS, PAGE, DIM).to(dtype)
     unread = range(-(-form.first // PAGE), (position + 1 - form.window) // PAGE)
     for page in [table.pages[at] for table in tables for at in unread]:
         keys[page], values[page] = torch.nan, torch.nan
     for some in (tables[:1], tables):
         packed, bucket = pack([Rows(table, [0], position, position, [1]) for table in some], 10 * PAGE)
         step = views(torch.from_numpy(packed), bucket, 8)
-        q = torch.randn(bucket.total, HEADS, DIM).to(torch.float16)
+        q = torch.randn(bucket.total, HEADS, DIM).to(dtype)
         assert attend_by_kernels(q, keys, values, step, None, False, form, sinks)[: len(some)].isfinite().all()
 
 

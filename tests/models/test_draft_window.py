@@ -80,10 +80,13 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
 def test_the_rows_of_a_tree_are_those_of_the_plain_formula(
     kind: str, window: int, folder: Callable[[str], Path]
 ) -> None:
+    """With products of its own for each row, and with one for all rows."""
     reference = in_double(tiny(kind))
-    for length in (2, 70, 300):  # fewer than the first positions; less and more than a page
+    # fewer than the first positions; less and more than a page
+    for length, together in ((2, False), (70, False), (300, False), (2, True), (300, True)):
         prompt, tokens = some_tokens(length), some_tokens(len(TREE), seed=5)
         runner = load_native(folder(kind), context_length=512, dtype="float64", tail=64, draft_window=window)
+        runner.decoder.together = together
         rows = opened(runner, prompt).score([Feed(0, tuple(tokens), TREE)])[0]
         for node, row in enumerate(rows):
             text = [*prompt, *(tokens[one] for one in path_to(TREE, node))]
