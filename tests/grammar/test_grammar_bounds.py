@@ -12,7 +12,7 @@ import pytest
 
 from small_tokenizers import byte_level, save
 from specbranch.config import SamplingParams
-from specbranch.core.grammar import Constraint, Mask
+from specbranch.core.grammar import Constraint, Mask, State
 from specbranch.errors import BadParameter, MissingPackage, SpecBranchError
 from specbranch.extras import Extra
 from specbranch.grammar import compiler
@@ -250,6 +250,9 @@ class Fragile:
     def is_error(self) -> bool:
         return self.failed
 
+    def get_error(self) -> str:
+        return "lexer error: too many expressions\n<state>\n…" if self.failed else ""
+
     def is_accepting(self) -> bool:
         return False
 
@@ -260,10 +263,38 @@ def test_where_the_library_gives_up_other_branches_go_on() -> None:
     for bad in ([0, 1, 1], [0, 3, 3]):
         dead = state.walk(bad)
         assert dead is not None and list(dead.allowed or ()) == [] and not dead.is_over
-        with pytest.raises(BadParameter, match="too complex"):
+        with pytest.raises(BadParameter, match=r"too complex to be followed \(lexer error: too many expressions\)\. "):
             dead.check()
         other = state.walk([0, 1, 3])
         assert other is not None and list(other.allowed or ()) == [0, 1, 3]
+
+
+AMBIGUOUS = "start: e\ne: e e | e e e | | /[a-z]*/ | /[a-f ]*/ | /[a-k ]+/"
+
+
+def test_an_ambiguous_grammar_ends_with_a_sentence_before_its_masks_take_long(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer text has more readings, so masks take ever longer. The bound is lower, as this vocabulary is small."""
+    monkeypatch.setattr(compiler, "MOST_ITEMS", 1000)
+    constraint = grammars.constraint(SamplingParams(grammar=AMBIGUOUS), frozenset((END,)))
+    assert constraint is not None
+    state: State | None = constraint.start()
+    with pytest.raises(BadParameter, match=r"The answer's grammar is too complex to be followed \(.*items.* simpler"):
+        for _ in range(100):
+            assert state is not None
+            state.check()
+            state = state.advance(max(token for token in state.allowed or () if token != END))
+
+
+def test_what_is_too_complex_from_the_start_is_not_said_to_allow_no_text(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "MOST_ITEMS", 1)
+    said = refusal(grammars, grammar=AMBIGUOUS)
+    assert said.startswith("grammar is too complex to be followed (") and "\n" not in said, said
+    monkeypatch.undo()
+    assert refusal(grammars, json_schema={"$ref": "#"}) == "json_schema allows no text at all. Loosen it."
 
 
 def test_a_tokenizer_that_the_library_does_not_know_is_refused(grammars: Grammars) -> None:

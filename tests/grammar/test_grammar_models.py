@@ -14,6 +14,8 @@ from schemas import SCHEMAS
 from specbranch import LLM, SamplingParams
 from specbranch.answer import Output
 from specbranch.core.methods import METHODS
+from specbranch.errors import BadParameter
+from specbranch.grammar.parser import GuidanceParser
 from tiers import each_value
 
 pytest.importorskip("llguidance")
@@ -153,3 +155,20 @@ def test_forced_tokens_need_fewer_forwards_than_tokens(llm: LLM) -> None:
 def test_streamed_text_is_that_of_the_whole_answer(llm: LLM) -> None:
     params = SamplingParams(max_tokens=190, temperature=0.8, seed=5, **CONSTRAINTS["schema"])
     assert "".join(chunk.text for chunk in llm.stream(PROMPT, params)) == llm.generate(PROMPT, params).text
+
+
+@pytest.mark.parametrize("rule", ["match", "ratio"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_dead_end_fails_with_its_sentence_and_says_nothing_behind_it(
+    llm: LLM, method: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a draft goes there, whose rows have no token to choose from."""
+    params = SamplingParams(max_tokens=50, temperature=0.8, seed=1, regex="[ab]{2}(one|two) [a-z]+ and")
+    plain = llm.using(method="autoregressive").generate(PROMPT, replace(params, max_tokens=6)).text
+    before = GuidanceParser.mask
+    monkeypatch.setattr(GuidanceParser, "mask", lambda one: before(one) if len(one._tokens) < 6 else b"")
+    text = ""
+    with pytest.raises(BadParameter, match="No token of this model's vocabulary can continue"):
+        for chunk in llm.using(speculative={"method": method, "rule": rule}).stream(PROMPT, params):
+            text += chunk.text
+    assert plain.startswith(text) if rule == "match" else re.match("[ab]", text), text

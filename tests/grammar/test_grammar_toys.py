@@ -18,6 +18,7 @@ from specbranch.core.orders import Verify
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Node, Tree
+from specbranch.errors import BadParameter
 from tiers import covering
 from toy_grammar import ToyGrammar, ToyParser, constrained, plainly
 from toybench import (
@@ -274,3 +275,22 @@ def test_a_grammar_that_is_over_ends_the_answer_without_an_end_token() -> None:
         decode(serial(0.1), [session], name, config_for(name))
         assert session.finished == "stop" and session.output[-1] != 1
         assert answer(session) == plainly(request, law(0.0), grammar)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dead_end_ends_the_answer_with_its_sentence_and_nothing_else(name: str) -> None:
+    """Where no token may follow, the greatest of no scores is token 0: it is no token of the answer, even if it would
+    end one."""
+    reached = 0
+    for seed in range(24):
+        request = Case((1, 2), 0.0, 0, Ending("long", max_tokens=50, eos_ids=(seed % 2,)))
+        grammar = ToyGrammar(seed, VOCABULARY, force=0.6, end=0.0, over=0.0, dead=5)
+        before = plainly(replace(request, ending=replace(request.ending, max_tokens=5)), law(0.0), grammar)
+        if before.finished == "stop":  # the answer has ended before
+            continue
+        session = constrained(request, grammar, next_number())
+        with pytest.raises(BadParameter, match="No token of this model's vocabulary"):
+            decode(serial(0.1), [session], name, config_for(name))
+        assert tuple(session.output) == before.tokens and session.finished == "error"
+        reached += 1
+    assert reached > 3

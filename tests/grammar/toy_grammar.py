@@ -31,10 +31,13 @@ class ToyGrammar:
     force: float = 0.3
     end: float = 0.2
     over: float = 0.03
+    dead: int | None = None  # behind so many tokens nothing may follow, and the answer may not end
 
     def allowed(self, tokens: Sequence[int]) -> set[int]:
         """The tokens that may follow, but for end tokens."""
         rng = self._random("allowed", tokens)
+        if len(tokens) == self.dead:
+            return set()
         if tokens and rng.random() < self.over:
             return set()
         count = 1 if rng.random() < self.force else rng.randint(2, self.vocabulary)
@@ -42,6 +45,8 @@ class ToyGrammar:
 
     def accepts(self, tokens: Sequence[int]) -> bool:
         """True if the answer may end."""
+        if len(tokens) == self.dead:
+            return False
         return not self.allowed(tokens) - ENDS or self._random("accepts", tokens).random() < self.end
 
     def _random(self, purpose: str, tokens: Sequence[int]) -> random.Random:
@@ -69,6 +74,9 @@ class ToyParser:
 
     def accepts(self) -> bool:
         return self.grammar.accepts(self.tokens)
+
+    def failure(self) -> str:
+        return ""
 
 
 def constrained(case: Case, grammar: ToyGrammar, number: int = 0, limit: int = LIMIT) -> Session:

@@ -19,7 +19,11 @@ from specbranch.errors import BadParameter
 
 DEAD_END = (
     "No token of this model's vocabulary can continue the answer as its grammar wants. Loosen the grammar: a pattern, "
-    "or a text that is required, has characters that the tokenizer cannot write, or the grammar is too complex."
+    "or a text that is required, has characters that the tokenizer cannot write."
+)
+TOO_COMPLEX = (
+    "{what} is too complex to be followed ({reason}). Make it simpler: fewer alternatives, or smaller bounds of "
+    "repetitions."
 )
 
 
@@ -80,6 +84,10 @@ class Parser(Protocol):
         """True if the answer may end here."""
         ...
 
+    def failure(self) -> str:
+        """Return why the parser has given up here, as the grammar is too complex; empty if it has not."""
+        ...
+
 
 class State:
     """The grammar after some tokens of an answer."""
@@ -104,7 +112,8 @@ class State:
     def check(self) -> None:
         """Raise if nothing may follow, and the answer may not end here either."""
         if self.allowed is not None and _is_empty(self.allowed.bits):
-            raise BadParameter(DEAD_END)
+            reason = self._answer.failure(self)
+            raise BadParameter(TOO_COMPLEX.format(what="The answer's grammar", reason=reason) if reason else DEAD_END)
 
     @property
     def is_over(self) -> bool:
@@ -208,6 +217,11 @@ class Parsing:
             bits[token // 8] |= 1 << token % 8
         # without an end token the answer ends here all the same
         return Mask(bytes(bits)) if self.ends or not over else None, over
+
+    def failure(self, state: State) -> str:
+        """Return why the parser has given up in a state; empty if it has not."""
+        self.move(state)
+        return self._parser.failure()
 
     def move(self, to: State) -> None:
         """Bring the parser from one state to another, by their common ancestor."""

@@ -238,21 +238,25 @@ class Session:
 
     def _advance(self, token: int) -> bool:
         """Move the grammar behind a token; returns True if nothing can follow."""
-        after = self.state.advance(token) if self.state is not None else None
+        if self.state is None:
+            return False
+        after = self.state.advance(token)
         if after is None:
+            self.state.check()  # at a dead end no score is above another, so the target's token means nothing
             raise BadParameter(
                 f"Token {token} is not allowed by the grammar of this request. An answer that starts with given tokens "
                 "has to match its grammar."
             )
-        self.state = after.commit()
+        if not after.ended:  # no parser hears of end tokens
+            self.state = after.commit()
         return after.is_over
 
     def _append(self, token: int, origin: Origin) -> None:
+        over = self._advance(token)
         self.tokens.append(token)
         self.origins.append(origin)
         self.stats.emitted += 1
         watched = self._watch(token) if self._watch else False
-        over = self.state is not None and token not in self._ending and self._advance(token)
         if token in self._ending or watched or over:
             self.finished = "stop"
         elif self.room <= 0:

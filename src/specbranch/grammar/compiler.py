@@ -16,10 +16,10 @@ from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 from specbranch.config import ConstraintKind, SamplingParams
-from specbranch.core.grammar import Constraint
+from specbranch.core.grammar import TOO_COMPLEX, Constraint
 from specbranch.errors import BadParameter
 from specbranch.extras import LLGUIDANCE
-from specbranch.grammar.parser import GuidanceParser
+from specbranch.grammar.parser import GuidanceParser, complexity
 from specbranch.grammar.reasoning import behind_reasoning
 
 MOST_CHARACTERS = 200_000  # of a schema or a grammar
@@ -27,6 +27,7 @@ DEEPEST_SCHEMA = 64  # levels of a JSON schema
 COMPILE_SECONDS = 10.0
 COMPILED_AT_ONCE = 2  # threads: one that has run out of time works on, as it cannot be stopped
 MOST_COMPILED = 64  # grammars in the cache
+MOST_ITEMS = 10_000  # of the parser, for one mask: 10 ms on a slow core. All requests of a batch wait for a mask
 # Between two parts of JSON: one space, or one line break with some indentation. Models that are unsure write blanks
 # without end if they may.
 WHITESPACE = r" |\n {0,24}|\n\t{0,12}"
@@ -114,14 +115,17 @@ class Grammars:
             grammar = _grammar_text(kind, text)
             if reasoning:
                 grammar = behind_reasoning(grammar, reasoning[0], reasoning[1], self._vocabulary.added_id)
-            matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+            limits = llguidance.LLParserLimits(step_max_items=MOST_ITEMS)
+            matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         except Exception as error:  # whatever the library raises about a grammar
             return _Compiled(None, _refusal(kind, str(error)))
         if matcher.is_error():
             return _Compiled(None, _refusal(kind, matcher.get_error()))
         matcher.compute_bitmask()  # its lexer keeps what it has computed, for all copies
         if matcher.is_error() or matcher.is_stopped():
-            return _Compiled(None, f"{kind} allows no text at all. Loosen it.")
+            reason = complexity(matcher.get_error())
+            none = f"{kind} allows no text at all. Loosen it."
+            return _Compiled(None, TOO_COMPLEX.format(what=kind, reason=reason) if reason else none)
         return _Compiled(matcher)
 
     @cached_property

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+NO_TOKEN_FITS = "NoExtensionBias"  # what the library says at a dead end
+
 
 class GuidanceParser:
     """Parses one answer by a copy of a compiled grammar.
@@ -52,3 +54,14 @@ class GuidanceParser:
     def accepts(self) -> bool:
         """True if the answer may end here."""
         return not self._failed and bool(self._matcher.is_accepting())
+
+    def failure(self) -> str:
+        """Return why the library has given up here; empty if it has not."""
+        self.mask()  # a matcher that was made anew has not computed it yet
+        return complexity(self._matcher.get_error()) if self._failed else ""
+
+
+def complexity(error: str) -> str:
+    """Return what was too complex by an error of the library; empty for a dead end, of which it says so, too."""
+    said = error.partition("\n")[0].strip().rstrip(".")
+    return "" if said.startswith(NO_TOKEN_FITS) else said
