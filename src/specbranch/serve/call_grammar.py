@@ -41,7 +41,7 @@ XML_OBJECT = SCHEMA_NOTES | {
 }  # that XML can follow
 XML_TEXT = SCHEMA_NOTES | {"type", "minLength", "maxLength"}
 
-BLANKS = r"[ \t\r\n]{0,24}"  # between two parts of a call in a fence
+FENCE_BLANKS = r"[ \t\r\n]{0,24}"  # between two parts of a call in a fence
 # what the parser takes for the beginning of a call in a fence, up to its name
 _NAMED = r'\s*\{\s*("(type|id)"\s*:\s*"([^"\\]|\\.)*"\s*,\s*)?"name"\s*:\s*'
 
@@ -140,7 +140,7 @@ class HermesGrammar(CallGrammar):
             *self._texts("_behind", no_call),
             f"fenced: {' | '.join(f'FENCED_{at} call_{at}_args FENCE_END' for at in range(len(self._functions)))}",
             *(f"FENCED_{at}: {_fenced_head(one)}" for at, one in enumerate(self._functions)),
-            rf"FENCE_END: /{BLANKS}\}}{BLANKS}{FENCE_END}/",
+            rf"FENCE_END: /{FENCE_BLANKS}\}}{FENCE_BLANKS}{FENCE_END}/",
         )
 
     def _texts(self, where: str, unless: str) -> list[str]:
@@ -293,7 +293,7 @@ def _head(function: Function, arguments: str) -> str:
 def _fenced_head(function: Function) -> str:
     """Return the terminal of a call's beginning in a fence, up to its arguments."""
     parts = ("", "{", '"name"', ":", quoted(function.name), ",", '"(arguments|parameters)"', ":", "")
-    return f"/{BLANKS.join(part if '|' in part else escaped(part) for part in parts)}/"
+    return f"/{FENCE_BLANKS.join(part if '|' in part else escaped(part) for part in parts)}/"
 
 
 def _choices(described: Any) -> list[str] | None:
