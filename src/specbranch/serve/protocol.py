@@ -134,6 +134,7 @@ class GenerationRequest(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    guided_decoding_backend: Any = None
     prediction: PredictedContent | None = Field(None, description="The text that the answer is expected to have.")
 
 
