@@ -17,8 +17,8 @@ import time
 import traceback
 import urllib.request
 
-from client_cases import CLIENTS, Case, Server
-from compatibility_cases import HTTP_CASES, Noted
+from client_cases import CLIENTS, Case, Noted, Server
+from compatibility_cases import HTTP_CASES
 
 ALL: dict[str, dict[str, Case]] = {"http": HTTP_CASES, **CLIENTS}
 PACKAGES = {"agents": "openai-agents"}  # where the module has another name

@@ -14,13 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from client_cases import TOKENS, Server, expect
+from client_cases import TOKENS, Noted, Server, expect
 
 TEXT = {"type": "string", "maxLength": 24}
-
-
-class Noted(Exception):
-    """What the model did not do of its own accord, though everything was well-formed."""
 
 
 @dataclass

@@ -41,7 +41,7 @@ def main() -> None:
         for choice in given.choices:
             counts[choice] = Counter()
             for case in CASES:
-                found = _asked(http, case, choice, given.parallel)
+                found = _asked(http, case, choice, given.parallel, given.strict)
                 counts[choice].update({name: int(getattr(found, name)) for name in ("called", "valid", "right")})
                 mark = "right" if found.right else "valid" if found.valid else "called" if found.called else "none"
                 print(f"{choice:9} {mark:6} {case.prompt[:48]:48} {' '.join(found.said.split())[:110]}", flush=True)
@@ -51,9 +51,10 @@ def main() -> None:
     sys.exit("required" in counts and counts["required"]["valid"] < ENOUGH)
 
 
-def _asked(http: httpx.Client, case: Case, choice: str, parallel: bool) -> Found:
+def _asked(http: httpx.Client, case: Case, choice: str, parallel: bool, strict: bool) -> Found:
     talk = [{"role": "user", "content": case.prompt}]
-    offered = {"tools": FUNCTIONS, "tool_choice": choice, "parallel_tool_calls": parallel}
+    tools = [{**one, "function": {**one["function"], "strict": strict}} for one in FUNCTIONS]
+    offered = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
     body = {"messages": talk, "temperature": 0, "max_tokens": MOST_TOKENS, **offered}
     answer = http.post("/v1/chat/completions", json=body)
     if answer.status_code != 200:
@@ -79,6 +80,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the running server")
     parser.add_argument("--choices", nargs="+", default=["required", "auto"], choices=["required", "auto"])
     parser.add_argument("--parallel", action="store_true", help="let an answer have several calls")
+    parser.add_argument("--strict", action="store_true", help="hold the calls of auto to their schemas, too")
     return parser.parse_args()
 
 

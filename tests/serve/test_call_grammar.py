@@ -19,7 +19,7 @@ from specbranch.grammar.compiler import Grammars
 from specbranch.serve.call_grammar import GRAMMARS, Function, object_schema
 from specbranch.text.tokenizer import Tokenizer
 from specbranch.text.tools.answer_parser import AnswerParser, CallParser
-from specbranch.text.tools.events import CallArguments, CallBegun, CallEnded, Said, joined
+from specbranch.text.tools.events import CallArguments, CallBegun, CallEnded, Event, Said, joined
 from specbranch.text.tools.formats import EXACT_FORMATS, FORMATS
 
 pytest.importorskip("llguidance")
@@ -132,6 +132,75 @@ def test_calls_in_text_follow_the_schema_and_text_is_free(
     assert ends(several, tokenizer, before + two) and goes(single, tokenizer, before + two) is None
     if name in ("hermes", "qwen3_coder"):
         assert ends(several, tokenizer, f"{one}\nand{one} so")
+
+
+def fence(name: str, arguments: str, key: str = "arguments") -> str:
+    return f'```json\n{{\n  "name": "{name}",\n  "{key}": {arguments}\n}}\n```'
+
+
+def read(text: str) -> list[Event]:
+    """The events of an answer that follows a grammar of Hermes' calls, whole and letter by letter."""
+    several: list[list[Event]] = []
+    for pieces in ([text], list(text)):
+        parser = CallParser(EXACT_FORMATS["hermes"], {one.name: object_schema(one) for one in FUNCTIONS})
+        several.append(joined([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()]))
+    assert several[0] == several[1]
+    return several[0]
+
+
+def test_a_call_in_a_fence_follows_the_schema_and_other_json_is_text(
+    tokenizer: Tokenizer, start: Callable[[str], State]
+) -> None:
+    """Qwen2.5-Coder writes its calls so, whatever its template says."""
+    made = grammar("hermes", tokenizer)
+    several, single = start(made.in_text(True)), start(made.in_text(False))
+    one, other = fence("weather", OSLO), fence("time", "{}", "parameters")
+    for state in (several, single):
+        assert ends(state, tokenizer, one) and ends(state, tokenizer, f"So:\n{other}")
+        for wrong in (one.replace("city", "town"), one.replace('"Oslo"', "7"), one.replace("arguments", "x")):
+            assert goes(state, tokenizer, wrong) is None, wrong
+        for said in ('```json\n{"a": 1}\n```.', '```json\n{"name": "wind", "arguments": {}}```', "```json"):
+            assert ends(state, tokenizer, f"So {said}") and read(f"So {said}") == [Said(f"So {said}")]
+            assert ends(state, tokenizer, f"{said}\n{one}") and ends(state, tokenizer, f"{said}{ONE['hermes']}")
+    assert ends(several, tokenizer, f"{one}\n{ONE['hermes']}\n{other} so")
+    assert goes(single, tokenizer, one + other) is None
+    found = read(f"I look.\n{one}{ONE['hermes']}{other}")
+    assert [event.name for event in found if isinstance(event, CallBegun)] == ["weather", "weather", "time"]
+    assert [event.text for event in found if isinstance(event, Said)] == ["I look."]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '```json\n{"arguments": {"city": 1}, "name": "weather"}\n```',
+        '```json\n{"name": "weathe\\u0072", "arguments": {"city": 1}}\n```',
+        '```json\n{"x": 1} {"name": "weather", "arguments": {"city": 1}}\n```',
+        '<tools>{"name": "weather", "arguments": {"city": 1}}</tools>',
+        '{"name": "weather", "arguments": {"city": 1}}',
+    ],
+)
+def test_what_only_a_lenient_parser_takes_for_a_call_is_text(
+    said: str, tokenizer: Tokenizer, start: Callable[[str], State]
+) -> None:
+    """Nothing holds such arguments to their schema."""
+    assert ends(start(grammar("hermes", tokenizer).in_text(True)), tokenizer, said)
+    assert read(said) == [Said(said)]
+
+
+@pytest.mark.parametrize(
+    "before", ['```json\n{"name": "', '```json {"name": "weather", "parameters": {', '```json{"a": 1}```json{"name":']
+)
+def test_what_a_grammar_allows_in_a_fence_is_read_as_calls_of_the_schema(
+    before: str, tokenizer: Tokenizer, start: Callable[[str], State]
+) -> None:
+    schemas, chance = {one.name: object_schema(one) for one in FUNCTIONS}, random.Random(2)
+    for _ in range(4):
+        state = goes(start(grammar("hermes", tokenizer).in_text(False)), tokenizer, before)
+        assert state is not None
+        found = read(before + walked(state, tokenizer, chance))
+        names = [event.name for event in found if isinstance(event, CallBegun)]
+        for called, given in zip(names, [one.text for one in found if isinstance(one, CallArguments)], strict=True):
+            assert matches(json.loads(given), schemas[called])
 
 
 @pytest.mark.parametrize("name", GRAMMARS)

@@ -29,7 +29,20 @@ SCHEMA_NAMES: dict[str, dict[str, Any]] = {
     "llama.cpp": {"json_schema": PERSON},
     "SGLang": {"json_schema": json.dumps(PERSON)},
     "vLLM": {"structured_outputs": {"json": PERSON}},
+    "vLLM, all fields": {
+        "structured_outputs": {
+            "json": PERSON,
+            "regex": None,
+            "json_object": None,
+            "whitespace_pattern": None,
+            "structural_tag": None,
+            "disable_fallback": True,
+            "disable_any_whitespace": False,
+            "disable_additional_properties": False,
+        }
+    },
     "older vLLM": {"guided_json": PERSON},
+    "older vLLM, a backend": {"guided_json": PERSON, "guided_decoding_backend": "xgrammar"},
     "older vLLM, a text": {"guided_json": json.dumps(PERSON)},
 }
 
@@ -103,7 +116,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 3}}}, "json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}}, "cannot be followed"),
     ({"response_format": "json"}, "response_format"),
-    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+    (
+        {"structured_outputs": {"structural_tag": "x"}},
+        "structured_outputs has 'structural_tag', which is not supported",
+    ),
+    ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "blanks in JSON are bounded"),
+    ({"structured_outputs": {"yaml": {}}}, "structured_outputs 'yaml'"),
+    ({"guided_json": {}, "guided_whitespace_pattern": " "}, "blanks in JSON are bounded"),
     ({"guided_json": "{"}, "json_schema"),
     ({"guided_regex": "(["}, "regex"),
     ({"guided_choice": []}, "guided_choice"),

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from math import lcm
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, overload
 
 from specbranch.errors import PoolFull
 
@@ -249,6 +249,32 @@ class PageTable:
 
     def _count(self, kv_slots: int) -> int:
         return -(-kv_slots // self.pool.size)
+
+
+class JoinedText(Sequence[int]):
+    """Two texts, one behind the other, of which nothing is copied but what is read."""
+
+    def __init__(self, first: Sequence[int], second: Sequence[int]) -> None:
+        self._first, self._second = first, second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        split = len(self._first)
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self))
+            if step != 1:
+                return [self[each] for each in range(start, stop, step)]
+            return [*self._first[start:stop], *self._second[max(start - split, 0) : max(stop - split, 0)]]
+        at = range(len(self))[at]
+        return self._first[at] if at < split else self._second[at - split]
 
 
 class PrefilledPrompt:

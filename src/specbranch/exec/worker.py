@@ -15,6 +15,7 @@ from itertools import takewhile
 from math import lcm
 
 from specbranch.core.orders import NO_PREFILL, Context, Prefill, PrefillCount
+from specbranch.core.pages import JoinedText
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Done, Feed, GrowsTrees, Proposal, ReadsFeatures, Runner, RunsAhead
 from specbranch.core.slots import ROOT, Slots
@@ -223,7 +224,7 @@ class Worker:
         """
         held, prefix, prefill_chunk = self._held[session], self.slots(session).prefix, self.runner.prefill_chunk
         before, end = len(prefix), len(uncomputed)
-        known = self.runner.recall(session, [*prefix, *uncomputed]) - before
+        known = self.runner.recall(session, JoinedText(prefix, uncomputed)) - before
         if most is not None:
             at = before + known
             end = min((at // prefill_chunk + max(most // prefill_chunk, 1)) * prefill_chunk - before, end)

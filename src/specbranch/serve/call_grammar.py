@@ -16,6 +16,7 @@ from specbranch.config import schema_text
 from specbranch.errors import BadParameter
 from specbranch.grammar.compiler import WHITESPACE, check_size
 from specbranch.grammar.lark_text import AddedId, escaped, marker, quoted, without
+from specbranch.text.tools.hermes import FENCE, FENCE_END
 from specbranch.text.tools.llama import TAG
 from specbranch.text.tools.mistral import ARGS, TOOL_CALLS
 from specbranch.text.tools.qwen3_coder import END as FUNCTION_END
@@ -39,6 +40,10 @@ XML_OBJECT = SCHEMA_NOTES | {
     "definitions",
 }  # that XML can follow
 XML_TEXT = SCHEMA_NOTES | {"type", "minLength", "maxLength"}
+
+FENCE_BLANKS = r"[ \t\r\n]{0,24}"  # between two parts of a call in a fence
+# what the parser takes for the beginning of a call in a fence, up to its name
+_NAMED = r'\s*\{\s*("(type|id)"\s*:\s*"([^"\\]|\\.)*"\s*,\s*)?"name"\s*:\s*'
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +116,43 @@ class CallGrammar(ABC):
 
 
 class HermesGrammar(CallGrammar):
-    """A JSON object between markers, as the templates of Hermes and Qwen ask for it."""
+    """A JSON object between markers, as the templates of Hermes and Qwen ask for it.
+
+    In free text it may be in a fence, too, as Qwen2.5-Coder writes it; other JSON in a fence is text.
+    """
 
     separator = "\n"
     _opening = CALL_START
+
+    def in_text(self, several: bool) -> str:
+        """Return the grammar of free text with calls, in their markers or in a fence.
+
+        `begun` is what follows a fence's opening. Its texts do not begin as a call of a known function does.
+        """
+        again = "free" if several else ""
+        names = "|".join(escaped(one.name) for one in self._functions)
+        no_call = rf" & ~/{_NAMED}\"({names})\"(?s:.*)/"
+        return self._written(
+            "start: free",
+            f"free: TEXT | begin body {again} | fence begun",
+            f"begun: fenced {again} | TEXT_BEHIND | begin_behind body {again} | fence_behind begun",
+            *self._texts("", ""),
+            *self._texts("_behind", no_call),
+            f"fenced: {' | '.join(f'FENCED_{at} call_{at}_args FENCE_END' for at in range(len(self._functions)))}",
+            *(f"FENCED_{at}: {_fenced_head(one)}" for at, one in enumerate(self._functions)),
+            rf"FENCE_END: /{FENCE_BLANKS}\}}{FENCE_BLANKS}{FENCE_END}/",
+        )
+
+    def _texts(self, where: str, unless: str) -> list[str]:
+        """Return the rules of text to its end, and up to the opening of a call or of a fence."""
+        begin, no_call = self._marker(CALL_START), f" & ~/(?s:.*){escaped(CALL_START)}(?s:.*)/{unless}"
+        text = f"TEXT{where.upper()}"
+        spelled = f"begin{where}[lazy]: /(?s:.*){escaped(CALL_START)}/ & ~/(?s:.*){FENCE}(?s:.*)/{unless}"
+        return [
+            f"{text}: {without(CALL_START, FENCE)}{unless}",
+            spelled if self._added_id(CALL_START) is None else f"begin{where}: {text} {begin}",
+            f"fence{where}[lazy]: /(?s:.*){FENCE}/{no_call}",
+        ]
 
     def _body(self, function: Function, arguments: str) -> str:
         head, end = quoted(f"\n{_head(function, 'arguments')}"), quoted("}\n")
@@ -250,6 +288,12 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 def _head(function: Function, arguments: str) -> str:
     return f'{{"name": {quoted(function.name)}, "{arguments}": '
+
+
+def _fenced_head(function: Function) -> str:
+    """Return the terminal of a call's beginning in a fence, up to its arguments."""
+    parts = ("", "{", '"name"', ":", quoted(function.name), ",", '"(arguments|parameters)"', ":", "")
+    return f"/{FENCE_BLANKS.join(part if '|' in part else escaped(part) for part in parts)}/"
 
 
 def _choices(described: Any) -> list[str] | None:

@@ -29,7 +29,7 @@ from specbranch.errors import (
 )
 from specbranch.serve.notes import RequestNote, note_of
 from specbranch.serve.parameters import REFUSED
-from specbranch.serve.protocol import BODIES, BODY_PARTS, PARAMETER_NAMES
+from specbranch.serve.protocol import BODIES, BODY_PARTS, PARAMETER_NAMES, RESPONSE_PARTS, SENTENCE
 from specbranch.serve.settings import LONGEST_STOP, MOST_BIASES, MOST_STOP_IDS, MOST_STOPS
 
 INVALID, SERVER = "invalid_request_error", "server_error"
@@ -202,6 +202,8 @@ def _role(location: list[str | int], body: Any) -> str | None:
 
 def _wrong(location: list[str | int], found: Mapping[str, Any]) -> str:
     """Return what was expected, and what was got."""
+    if found["type"] == SENTENCE:
+        return str(found["msg"])
     name = next(part for part in reversed(location) if part in PARAMETER_NAMES)
     got = found.get("input")
     shown = f", got {got!r:.60}" if isinstance(got, (str, int, float)) and name not in SEVERAL_FORMS else ""
@@ -218,7 +220,8 @@ def _no_such(path: str, location: list[str | int]) -> str:
     if name in REFUSED:
         return f"{name!r} is not supported: {REFUSED[name]}. Leave it out."
     if holder is not None:
-        return str(unknown(f"parameter of {holder}", name, BODY_PARTS[str(holder)].model_fields))
+        parts = BODY_PARTS | RESPONSE_PARTS if path == "/v1/responses" else BODY_PARTS
+        return str(unknown(f"parameter of {holder}", name, parts[str(holder)].model_fields))
     elsewhere = [other for other, body in BODIES.items() if name in body.model_fields]
     if path in BODIES and elsewhere:
         return f"{name!r} is a parameter of {' and '.join(elsewhere)}, not of {path}. Leave it out, or ask there."

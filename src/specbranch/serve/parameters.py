@@ -25,7 +25,9 @@ WITHOUT_EFFECT = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "guided_decoding_backend",  # of older vLLM; there is one library here
 )
+BOUNDED_BLANKS = "blanks in JSON are bounded already"
 # Refused by name, as the answer would be another one; why.
 REFUSED = {
     "functions": "it was replaced by tools",
@@ -62,6 +64,7 @@ REFUSED = {
     "return_token_ids": "/tokenize tells token ids",
     "return_tokens_as_token_ids": "/tokenize tells token ids",
     "include_reasoning": "reasoning is always sent, as reasoning_content",
+    "guided_whitespace_pattern": BOUNDED_BLANKS,
 }
 ANY_OBJECT = {"type": "object"}  # the schema of OpenAI's json_object
 ALIASES = {  # parameters that say what the answer follows, and the names of these in `SamplingParams`
@@ -81,6 +84,14 @@ OUTPUT_NAMES = {
     "choice": "choice",
     "grammar": "grammar",
     "json_object": "json_schema",
+}
+# its options, each with why it is not honoured; "" where it changes nothing
+OUTPUT_OPTIONS = {
+    "disable_fallback": "",
+    "disable_any_whitespace": BOUNDED_BLANKS,
+    "whitespace_pattern": BOUNDED_BLANKS,
+    "disable_additional_properties": "additionalProperties of the schema says it",
+    "structural_tag": "tools and tool_choice hold an answer to calls",
 }
 # Values that request what the server does anyway; they are dropped.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -210,10 +221,14 @@ def _of_format(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_outputs(given: Mapping[str, Any]) -> dict[str, Any]:
     """Read vLLM's `structured_outputs`."""
+    asked = {name: value for name, value in given.items() if value is not None and value is not False}
+    for name in asked:
+        if why := OUTPUT_OPTIONS.get(name):
+            raise BadParameter(f"structured_outputs has {name!r}, which is not supported: {why}. Leave it out.")
     for name in given:
-        if name not in OUTPUT_NAMES:
+        if name not in OUTPUT_NAMES and name not in OUTPUT_OPTIONS:
             raise unknown("parameter of structured_outputs", name, OUTPUT_NAMES)
-    found = {OUTPUT_NAMES[name]: value for name, value in given.items() if value is not None and value is not False}
+    found = {OUTPUT_NAMES[name]: value for name, value in asked.items() if name in OUTPUT_NAMES}
     if given.get("json_object"):
         found["json_schema"] = ANY_OBJECT
     return found

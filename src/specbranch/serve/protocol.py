@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from specbranch.config import PolicyName
 from specbranch.core.methods import METHODS
@@ -33,6 +34,7 @@ StopText = Annotated[str, Field(max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
 Reason = Literal["stop", "length", "tool_calls"]
+SENTENCE = "sentence"  # the type of a mistake whose message says what was expected
 
 
 def few_biases(given: Any) -> Any:
@@ -132,6 +134,7 @@ class GenerationRequest(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    guided_decoding_backend: Any = None
     prediction: PredictedContent | None = Field(None, description="The text that the answer is expected to have.")
 
 
@@ -151,6 +154,18 @@ class EarlierCall(Body):
     function: CalledFunction
     index: int | None = None  # clients that repeat what a stream said
     provider_specific_fields: Any = None  # what a client noted of the answer when it came, and sends back
+
+
+def only_functions(given: Any) -> Any:
+    """Refuse another kind of tool by its name, before its fields are looked at."""
+    kind = given.get("type", "function") if isinstance(given, dict) else "function"
+    if kind != "function" and isinstance(kind, str):
+        said = f"expected a tool of type function, got {kind[:60]!r}: only functions are called here, by the client"
+        raise PydanticCustomError(SENTENCE, "{said}", {"said": said})
+    return given
+
+
+FUNCTIONS = BeforeValidator(only_functions)
 
 
 class FunctionTool(Body):
@@ -213,7 +228,7 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: NewMessage = None
     continue_final_message: Continued = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Annotated[Tool, FUNCTIONS]], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
 
@@ -278,7 +293,9 @@ class ResponsesRequest(GenerationRequest):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Annotated[ResponseTool, FUNCTIONS]], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = (
+        None
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
@@ -292,7 +309,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Annotated[Tool, FUNCTIONS]], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: NewMessage = None
     continue_final_message: Continued = False
@@ -653,4 +670,5 @@ BODY_PARTS: dict[str, type[Body]] = {  # by the parameter that holds them
     "prediction": PredictedContent,
     "text": TextOptions,
 }
+RESPONSE_PARTS: dict[str, type[Body]] = {"tools": ResponseTool, "tool_choice": NamedFunction}  # of /v1/responses
 PARAMETER_NAMES = frozenset(name for body in (*BODIES.values(), *BODY_PARTS.values()) for name in body.model_fields)

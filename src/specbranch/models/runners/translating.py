@@ -169,7 +169,7 @@ class TranslatingRunner:
 
     def recall(self, seq: int, tokens: Sequence[int]) -> int:
         """Take the beginning of a prompt from the prefix cache; returns how many tokens the sequence holds then."""
-        held = self._open[seq]
+        held, tokens = self._open[seq], tuple(tokens)  # they may be read from the prefix, which changes
         settled, marks = self._read_through(self._start, tokens)
         self._drop_tail(seq)
         known = self.own.recall(seq, settled)

@@ -5,19 +5,17 @@ Owns both tables. The names are vLLM's.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from specbranch.text.tools.hermes import HERMES
+from specbranch.text.tools.hermes import EXACT_HERMES, HERMES
 from specbranch.text.tools.llama import LLAMA
 from specbranch.text.tools.mistral import MISTRAL
 from specbranch.text.tools.qwen3_coder import QWEN3_CODER
-from specbranch.text.tools.reading import CALL_START, ToolFormat
+from specbranch.text.tools.reading import ToolFormat
 from specbranch.text.tools.reasoning import BRACKETS, THINK, ThinkMarkers
 
 FORMATS: dict[str, ToolFormat] = {form.name: form for form in (HERMES, QWEN3_CODER, LLAMA, MISTRAL)}
 FORMAT_ALIASES = {"qwen": "hermes", "qwen25": "hermes", "qwen3_xml": "qwen3_coder", "llama3": "llama3_json"}
-# An answer that follows a grammar of calls has the right markers: nothing else in it is a call.
-EXACT_FORMATS = {HERMES.name: replace(HERMES, openings=(CALL_START,), reads_bare=False)}
+# An answer that follows a grammar of calls has the right markers, or a fence: nothing else in it is a call.
+EXACT_FORMATS = {HERMES.name: EXACT_HERMES}
 # What a template writes for earlier calls, or tells the model to write. The first that fits is taken.
 _SIGNS: tuple[tuple[str, ToolFormat], ...] = (
     ("<function=", QWEN3_CODER),

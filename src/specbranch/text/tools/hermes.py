@@ -7,10 +7,13 @@ ends nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specbranch.text.tools.json_calls import JsonCalls
 from specbranch.text.tools.reading import CALL_END, CALL_START, Calls, Outcome, State, ToolFormat, starts_with
 
-_CLOSES = {CALL_START: CALL_END, "<tools>": "</tools>", "```json": "```", "": ""}  # by opening marker
+FENCE, FENCE_END = "```json", "```"
+_CLOSES = {CALL_START: CALL_END, "<tools>": "</tools>", FENCE: FENCE_END, "": ""}  # by opening marker
 
 
 class HermesReader(JsonCalls):
@@ -45,4 +48,12 @@ class HermesReader(JsonCalls):
         return Outcome(State.DONE, found.removeprefix(self._close) if is_closed else self._held)
 
 
+class ExactHermesReader(HermesReader):
+    """Reads the calls that a grammar allows. Other JSON in a fence is text."""
+
+    exact = True
+
+
 HERMES = ToolFormat("hermes", tuple(filter(None, _CLOSES)), HermesReader, (CALL_START, CALL_END), reads_bare=True)
+# of an answer that follows a grammar of calls
+EXACT_HERMES = replace(HERMES, openings=(CALL_START, FENCE), reader=ExactHermesReader, reads_bare=False)

@@ -54,9 +54,10 @@ class Scanner:
 class JsonCall:
     """Reads one object, from its brace on."""
 
-    def __init__(self, calls: Calls, known: Container[str] | None = None) -> None:
-        """`known`: names of functions; an object with another name is malformed. None: any name."""
-        self._calls, self._known = calls, known
+    def __init__(self, calls: Calls, known: Container[str] | None = None, exact: bool = False) -> None:
+        """`known`: names of functions; an object with another name is malformed. None: any name. `exact`: so is one
+        whose name, as it is written, does not come first, with an object as its arguments."""
+        self._calls, self._known, self._exact = calls, known, exact
         self._scanner, self._phase = Scanner(), self._head
         self._raw: list[str] = []  # what was held back
         self._tried = False
@@ -92,7 +93,7 @@ class JsonCall:
         self._raw.append(character)
         if character == "{" and scanner.depth == 2 and not scanner.in_text and not self._tried:
             self._tried = True
-            if (found := _HEAD.fullmatch(self.raw)) and (name := self._name(_loaded(f'"{found[2]}"'))):
+            if (found := _HEAD.fullmatch(self.raw)) and (name := self._name(self._said(found[2]))):
                 self._calls.begin(name)
                 self._raw.clear()
                 self._phase = self._arguments
@@ -132,7 +133,7 @@ class JsonCall:
 
     def _read_whole(self) -> None:
         """Read an object that is complete: its name came late, or its arguments are no object."""
-        found = _loaded(self.raw)
+        found = None if self._exact else _loaded(self.raw)
         arguments = _arguments_of(found) if isinstance(found, dict) else None
         name = self._name(found.get("name")) if isinstance(found, dict) else None
         if name is None or arguments is None:
@@ -142,6 +143,10 @@ class JsonCall:
         self._calls.begin(name)
         self._calls.add(arguments)
         self._done(0)
+
+    def _said(self, name: str) -> Any:
+        """Return the name that a text of JSON means."""
+        return name if self._exact else _loaded(f'"{name}"')
 
     def _name(self, given: Any) -> str | None:
         known = isinstance(given, str) and given and (self._known is None or given in self._known)

@@ -15,6 +15,8 @@ from specbranch.text.tools.reading import Calls, Outcome, State
 class JsonCalls:
     """Reads the objects behind an opening marker."""
 
+    exact = False  # as for `JsonCall`
+
     def __init__(self, calls: Calls, said: str) -> None:
         """`said`: the marker. It becomes text if no object follows."""
         self._calls, self._said = calls, said
@@ -41,7 +43,7 @@ class JsonCalls:
     def _begin(self, found: str, known: Container[str] | None = None) -> None:
         """Begin to read an object; `found`: what is held, from its brace on. `known`: as for `JsonCall`."""
         self._said += self._held[: len(self._held) - len(found)]
-        self._held, self._call = found, JsonCall(self._calls, known)
+        self._held, self._call = found, JsonCall(self._calls, known, self.exact)
 
     def _within(self, call: JsonCall) -> Outcome:
         self._held = call.feed(self._held)
