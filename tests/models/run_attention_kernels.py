@@ -54,6 +54,9 @@ def interpret(name: str, seed: int) -> None:
     check_rows(form, sinks, seed, dtype)
     for start in (500, 38):  # of the second, own paths begin with the first position
         check_prompt(form, sinks, start, dtype)
+    check_prompts(form, sinks, dtype)
+    if name in ("plain", "draft-window"):
+        check_long_context(form, dtype)
     if form.window is not None:
         check_nothing_before_the_window_is_read(form, sinks, dtype)
     print(name, "right")
@@ -102,6 +105,44 @@ def check_prompt(form: Attention, sinks: Tensor | None, start: int, dtype: torch
         one = views(torch.from_numpy(packed), bucket, 8)
         alone = attend_by_kernels(queries[at : at + 1], keys, values, one, None, False, form, sinks)
         assert torch.equal(alone[0], found[0][at]), "a row has other bits in a prompt than alone"
+
+
+def check_prompts(form: Attention, sinks: Tensor | None, dtype: torch.dtype) -> None:
+    """Rows of several prompts, which have more tiles than a lone prompt has programs for, against each alone."""
+    tile_rows = attention.chunk_tile_rows(HEADS // KV_HEADS, DIM)
+    keys, values = torch.randn(2, 13, KV_HEADS, PAGE, DIM).to(dtype)
+    tables = [Table(Pool(12), pages) for pages in ([5, 3, 1], [0, 2], [4], [6, 7, 8])]
+    spans = ((20, 500), (3, 38), (7, 0), (1, 600))
+    chunks = [ChunkRows(table, [0] * count, at) for table, (count, at) in zip(tables, spans, strict=True)]
+    attention.chunk_splits = lambda *_: 4
+
+    def attended(some: list[ChunkRows], queries: Tensor) -> Tensor:
+        packed, bucket = pack([], 12 * PAGE, chunks=some, tile_rows=tile_rows)
+        step = views(torch.from_numpy(packed), bucket, 12)
+        q = torch.zeros(bucket.total, HEADS, DIM, dtype=dtype)
+        q[bucket.rows : bucket.rows + len(queries)] = queries
+        return attend_by_kernels(q, keys, values, step, None, False, form, sinks)[bucket.rows :][: len(queries)]
+
+    queries = [torch.randn(len(chunk.tokens), HEADS, DIM).to(dtype) for chunk in chunks]
+    together = attended(chunks, torch.cat(queries))
+    alone = torch.cat([attended([chunk], own) for chunk, own in zip(chunks, queries, strict=True)])
+    assert torch.equal(together, alone), "a prompt has other bits alone than among others"
+
+
+def check_long_context(form: Attention, dtype: torch.dtype) -> None:
+    """A row behind so many blocks that `join` loads them in large groups, against plain torch."""
+    blocks = 4 * 8 + 8 + 3
+    length = blocks * attention.block_positions(DIM, dtype.itemsize)
+    pages = -(-length // PAGE) + 1
+    table = Table(Pool(pages), list(range(pages)))
+    keys, values = torch.randn(2, pages + 1, KV_HEADS, PAGE, DIM).to(dtype)
+    packed, bucket = pack([Rows(table, [0], length, length, [1])], pages * PAGE)
+    step = views(torch.from_numpy(packed), bucket, pages)
+    q = torch.randn(bucket.total, HEADS, DIM).to(dtype)
+    found, expected = (
+        attend(q, keys, values, step, None, False, form)[:1] for attend in (attend_by_kernels, attend_plainly)
+    )
+    assert (found.float() - expected.float()).abs().max() < TOLERATED
 
 
 def check_nothing_before_the_window_is_read(form: Attention, sinks: Tensor | None, dtype: torch.dtype) -> None:

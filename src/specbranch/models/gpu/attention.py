@@ -147,7 +147,8 @@ def attend_by_kernels(
         out = queries.new_empty(-(-total // GROUP_ROWS) * GROUP_ROWS, heads * head_dim)[:total]
     chunks = step.tiles is not None and not sampled_only
     chunk_tile = chunk_tile_rows(share, head_dim)
-    split_chunks = chunk_splits(-(-(total - rows) // chunk_tile), kv_heads) if chunks else 1
+    tiles_alone = -(-(total - rows) // chunk_tile)  # of a lone prompt; several prompts have more
+    split_chunks = chunk_splits(tiles_alone, kv_heads) if chunks else 1
     # Within a capture this is memory of the graphs' pool, which all layers and graphs use in turn.
     results_of = total if split_chunks > 1 else rows
     partial = partial_slots(results_of, heads, head_dim, queries.element_size(), step.most_pages, block)
@@ -179,7 +180,8 @@ def attend_by_kernels(
             num_warps=BATCH_WARPS, num_stages=_by_rows(BATCH_STAGES, rows), **how,
         )  # fmt: skip
     if chunks and step.tiles is not None:
-        kernels.attend_chunks[(len(step.tiles), kv_heads, split_chunks)](
+        programs = tiles_alone * split_chunks if split_chunks > 1 else len(step.tiles)
+        kernels.attend_chunks[(programs, kv_heads)](
             queries, keys, values, sums, tops, totals, out, step.tiles, step.tables, step.counts, scale, keys.stride(0),
             rows, partial, sinks, **shape, **tiling, **form, TILE_ROWS=chunk_tile, TOTAL=total,
             WHOLE=WHOLE_CHUNK_BLOCKS, SPLITS=split_chunks,

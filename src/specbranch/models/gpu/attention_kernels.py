@@ -27,11 +27,13 @@ from specbranch.models.forward.step_rows import GROUP_POSITIONS as _GROUP_POSITI
 from specbranch.models.gpu.layout import LONGEST_COUNT as _LONGEST_COUNT
 from specbranch.models.gpu.layout import SAMPLED_COUNT as _SAMPLED_COUNT
 from specbranch.models.gpu.layout import SHARED_COUNT as _SHARED_COUNT
+from specbranch.models.gpu.layout import TILES_COUNT as _TILES_COUNT
 from specbranch.models.gpu.layout import USED_COUNT as _USED_COUNT
 
 GROUP_POSITIONS = tl.constexpr(_GROUP_POSITIONS)
 LONGEST_COUNT, SAMPLED_COUNT = tl.constexpr(_LONGEST_COUNT), tl.constexpr(_SAMPLED_COUNT)
 SHARED_COUNT, USED_COUNT = tl.constexpr(_SHARED_COUNT), tl.constexpr(_USED_COUNT)
+TILES_COUNT = tl.constexpr(_TILES_COUNT)
 UNROLLED = tl.constexpr(8)  # partial results that `join` loads at a time
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -383,82 +385,84 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
                   TILE_ROWS: tl.constexpr, TOTAL: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
                   WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr,
                   EARLY: tl.constexpr):  # fmt: skip
-    """Attend from a tile of rows of one prompt to all positions up to each row, through the page table.
+    """Attend from tiles of rows of prompts to all positions up to each row, through the page tables.
 
     The last tiles come first: they have most to read. Of a tile with many blocks, SPLITS programs share the blocks, if
-    there is `room` for their results; otherwise the first program computes all.
+    there is `room` for their results; otherwise the first of them computes all. There are as many programs as a lone
+    prompt needs; with more tiles each has several turns.
     """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    tile = tiles + 4 * (tl.num_programs(0) - 1 - tl.program_id(0))
     head = tl.program_id(1)
-    split = tl.program_id(2)
-    count = tl.load(tile + 1)
-    start = tl.load(tile + 3)
-    most = tl.maximum((start + count - 1) // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
-    blocks = tl.cdiv(most, BLOCK)
-    skipped = 0  # blocks that no row of the tile sees
-    if WINDOW > 0:
-        skipped = _skipped(tl.minimum(tl.maximum(start + 1 - WINDOW, 0), most) // BLOCK, FIRST, BLOCK)
     slots, shift, fits = _chunk_results(counts, rows, room, HEADS, BLOCK, TOTAL)
     tops += shift
     totals += shift
     sums += shift * DIM
-    whole = (blocks - skipped <= WHOLE) | (fits == 0)
-    if SPLITS == 1:
-        whole = blocks >= 0
-    works = (split == 0) | ((whole == 0) & (split < blocks - skipped))
-    if (count > 0) & works:
-        dtype = values.dtype.element_ty
-        table = tables + tl.load(tile + 2)
-        m = tl.arange(0, TILE_ROWS * PADDED)
-        within = m // PADDED
-        live = (within < count) & (m % PADDED < SHARE)
-        at = (tl.load(tile) + within) * HEADS + head * SHARE + m % PADDED
-        queries = _load_queries(q, at, live, DIM, WIDTH)
-        position = start + within
-        end = tl.maximum(position // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
-        left = position + 1 - WINDOW
-        many = tl.full((BLOCK, 16), 1.0, dtype)
-        if split == 0:
-            top = tl.full((TILE_ROWS * PADDED,), float("-inf"), tl.float32)
-            total = tl.zeros((TILE_ROWS * PADDED,), tl.float32)
-            if sinks is not None:
-                top, total = _begun(sinks, top, total, head * SHARE + m % PADDED, live)
-            acc = tl.zeros((TILE_ROWS * PADDED, WIDTH), tl.float32)
-            ones = tl.full((PATH_BLOCK, 16), 1.0, dtype)
-            for begin in range(
-                tl.maximum(start // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS, start + count, PATH_BLOCK
-            ):  # own paths
-                k, v = _shared_keys(
-                    keys, values, table, begin, start + count, head, page_stride, DIM, WIDTH, PAGE, PATH_BLOCK
-                )
-                j = begin + tl.arange(0, PATH_BLOCK)
-                seen = (j[None, :] >= end[:, None]) & (j[None, :] <= position[:, None])
-                seen = _in_window(seen, j, left, WINDOW, FIRST)
-                top, total, acc = _more(_scores(queries, k, seen, scale, SOFTCAP), v, ones, top, total, acc)
-            average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
-            if whole:
-                acc = average.to(tl.float32) * total[:, None]
-                for number in range(skipped, blocks):
-                    block = _placed(number, skipped, FIRST, BLOCK)
+    used = tl.load(counts + TILES_COUNT)
+    for turn in range(tl.program_id(0), used * SPLITS, tl.num_programs(0)):
+        tile = tiles + 4 * (used - 1 - turn % used)
+        split = turn // used
+        count = tl.load(tile + 1)
+        start = tl.load(tile + 3)
+        most = tl.maximum((start + count - 1) // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
+        blocks = tl.cdiv(most, BLOCK)
+        skipped = 0  # blocks that no row of the tile sees
+        if WINDOW > 0:
+            skipped = _skipped(tl.minimum(tl.maximum(start + 1 - WINDOW, 0), most) // BLOCK, FIRST, BLOCK)
+        whole = (blocks - skipped <= WHOLE) | (fits == 0)
+        if SPLITS == 1:
+            whole = blocks >= 0
+        if (split == 0) | ((whole == 0) & (split < blocks - skipped)):
+            dtype = values.dtype.element_ty
+            table = tables + tl.load(tile + 2)
+            m = tl.arange(0, TILE_ROWS * PADDED)
+            within = m // PADDED
+            live = (within < count) & (m % PADDED < SHARE)
+            at = (tl.load(tile) + within) * HEADS + head * SHARE + m % PADDED
+            queries = _load_queries(q, at, live, DIM, WIDTH)
+            position = start + within
+            end = tl.maximum(position // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS
+            left = position + 1 - WINDOW
+            many = tl.full((BLOCK, 16), 1.0, dtype)
+            if split == 0:
+                top = tl.full((TILE_ROWS * PADDED,), float("-inf"), tl.float32)
+                total = tl.zeros((TILE_ROWS * PADDED,), tl.float32)
+                if sinks is not None:
+                    top, total = _begun(sinks, top, total, head * SHARE + m % PADDED, live)
+                acc = tl.zeros((TILE_ROWS * PADDED, WIDTH), tl.float32)
+                ones = tl.full((PATH_BLOCK, 16), 1.0, dtype)
+                for begin in range(
+                    tl.maximum(start // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS, start + count, PATH_BLOCK
+                ):  # own paths
                     k, v = _shared_keys(
-                        keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK
+                        keys, values, table, begin, start + count, head, page_stride, DIM, WIDTH, PAGE, PATH_BLOCK
                     )
-                    seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
-                    seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW, FIRST)
-                    top, total, acc = _merged(top, total, acc, *_block(queries, k, v, many, seen, scale, SOFTCAP))
-                _store_out(out, at, live, acc, total, DIM, WIDTH)
-                if SPLITS > 1:
-                    tl.store(totals + at.to(tl.int64) * slots, total * 0.0, mask=live & (m * 0 < fits.to(tl.int32)))
-            else:
-                _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
-        if whole == 0:
-            _leave_blocks(
-                queries, keys, values, sums, tops, totals, table, left, end, most, skipped, split, SPLITS, at, live,
-                head, scale, page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK, WINDOW, FIRST, SOFTCAP,
-            )  # fmt: skip
+                    j = begin + tl.arange(0, PATH_BLOCK)
+                    seen = (j[None, :] >= end[:, None]) & (j[None, :] <= position[:, None])
+                    seen = _in_window(seen, j, left, WINDOW, FIRST)
+                    top, total, acc = _more(_scores(queries, k, seen, scale, SOFTCAP), v, ones, top, total, acc)
+                average = (acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]).to(dtype)
+                if whole:
+                    acc = average.to(tl.float32) * total[:, None]
+                    for number in range(skipped, blocks):
+                        block = _placed(number, skipped, FIRST, BLOCK)
+                        k, v = _shared_keys(
+                            keys, values, table, block * BLOCK, most, head, page_stride, DIM, WIDTH, PAGE, BLOCK
+                        )
+                        seen = (block * BLOCK + tl.arange(0, BLOCK))[None, :] < end[:, None]
+                        seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW, FIRST)
+                        top, total, acc = _merged(top, total, acc, *_block(queries, k, v, many, seen, scale, SOFTCAP))
+                    _store_out(out, at, live, acc, total, DIM, WIDTH)
+                    if SPLITS > 1:
+                        tl.store(totals + at.to(tl.int64) * slots, total * 0.0, mask=live & (m * 0 < fits.to(tl.int32)))
+                else:
+                    _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
+            if whole == 0:
+                _leave_blocks(
+                    queries, keys, values, sums, tops, totals, table, left, end, most, skipped, split, SPLITS, at, live,
+                    head, scale, page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK, WINDOW, FIRST, SOFTCAP,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "room"])
@@ -510,28 +514,55 @@ def _join_head(sums, tops, totals, out, at, first, skipped, blocks, DIM: tl.cons
     total = tl.load(totals + first)
     top = tl.load(tops + first)
     acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
-    for begin in range(skipped, blocks, UNROLLED):
-        start = first + 1
-        at_0 = first + 1 + begin
-        end = first + 1 + blocks
-        # all loads come before the sums, which wait for one another
-        t_0, w_0, a_0 = _loaded(sums, tops, totals, at_0, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        t_1, w_1, a_1 = _loaded(sums, tops, totals, at_0 + 1, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        t_2, w_2, a_2 = _loaded(sums, tops, totals, at_0 + 2, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        t_3, w_3, a_3 = _loaded(sums, tops, totals, at_0 + 3, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        t_4, w_4, a_4 = _loaded(sums, tops, totals, at_0 + 4, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        t_5, w_5, a_5 = _loaded(sums, tops, totals, at_0 + 5, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        t_6, w_6, a_6 = _loaded(sums, tops, totals, at_0 + 6, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        t_7, w_7, a_7 = _loaded(sums, tops, totals, at_0 + 7, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        top, total, acc = _joined(top, total, acc, t_0, w_0, a_0)
-        top, total, acc = _joined(top, total, acc, t_1, w_1, a_1)
-        top, total, acc = _joined(top, total, acc, t_2, w_2, a_2)
-        top, total, acc = _joined(top, total, acc, t_3, w_3, a_3)
-        top, total, acc = _joined(top, total, acc, t_4, w_4, a_4)
-        top, total, acc = _joined(top, total, acc, t_5, w_5, a_5)
-        top, total, acc = _joined(top, total, acc, t_6, w_6, a_6)
-        top, total, acc = _joined(top, total, acc, t_7, w_7, a_7)
+    start = first + 1
+    end = start + blocks
+    # all loads come before the sums, which wait for one another: long contexts wait for fewer of them
+    many = skipped + (blocks - skipped) // (4 * UNROLLED) * (4 * UNROLLED)
+    for begin in range(skipped, many, 4 * UNROLLED):
+        here = start + begin
+        some = _eight_loaded(sums, tops, totals, here, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        next_some = _eight_loaded(sums, tops, totals, here + 8, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        third_some = _eight_loaded(sums, tops, totals, here + 16, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        last_some = _eight_loaded(sums, tops, totals, here + 24, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        top, total, acc = _eight_joined(top, total, acc, some)
+        top, total, acc = _eight_joined(top, total, acc, next_some)
+        top, total, acc = _eight_joined(top, total, acc, third_some)
+        top, total, acc = _eight_joined(top, total, acc, last_some)
+    for begin in range(many, blocks, UNROLLED):
+        here = start + begin
+        some = _eight_loaded(sums, tops, totals, here, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
+        top, total, acc = _eight_joined(top, total, acc, some)
     tl.store(out + at * DIM + d, (acc * (1.0 / total)).to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def _eight_loaded(sums, tops, totals, at, start, end, skipped, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                  FIRST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Load the results of UNROLLED blocks."""
+    return (
+        _loaded(sums, tops, totals, at, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
+        _loaded(sums, tops, totals, at + 1, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
+        _loaded(sums, tops, totals, at + 2, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
+        _loaded(sums, tops, totals, at + 3, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
+        _loaded(sums, tops, totals, at + 4, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
+        _loaded(sums, tops, totals, at + 5, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
+        _loaded(sums, tops, totals, at + 6, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
+        _loaded(sums, tops, totals, at + 7, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
+    )
+
+
+@triton.jit
+def _eight_joined(top, total, acc, some):
+    """Merge the results of UNROLLED blocks, one after the other."""
+    top, total, acc = _joined(top, total, acc, some[0][0], some[0][1], some[0][2])
+    top, total, acc = _joined(top, total, acc, some[1][0], some[1][1], some[1][2])
+    top, total, acc = _joined(top, total, acc, some[2][0], some[2][1], some[2][2])
+    top, total, acc = _joined(top, total, acc, some[3][0], some[3][1], some[3][2])
+    top, total, acc = _joined(top, total, acc, some[4][0], some[4][1], some[4][2])
+    top, total, acc = _joined(top, total, acc, some[5][0], some[5][1], some[5][2])
+    top, total, acc = _joined(top, total, acc, some[6][0], some[6][1], some[6][2])
+    top, total, acc = _joined(top, total, acc, some[7][0], some[7][1], some[7][2])
+    return top, total, acc
 
 
 @triton.jit

@@ -39,7 +39,7 @@ ROWS_SECTION, CHOICE_SECTION, GROUPS_SECTION, OWN_SECTION, COUNTS_SECTION, MOVES
 # entries of the section of counts: moves; depth of the deepest row; most shared positions of a sampled row; rows in
 # use, with padding of sampled rows and with rows of prompts; sampled rows without padding; length of the longest
 # prompt; 1 in a step that is timed: its padding reads as many experts as real rows would
-MOVED_COUNT, DEPTH_COUNT, SHARED_COUNT, USED_COUNT, SAMPLED_COUNT, LONGEST_COUNT, SPREAD_COUNT = range(7)
+MOVED_COUNT, DEPTH_COUNT, SHARED_COUNT, USED_COUNT, SAMPLED_COUNT, LONGEST_COUNT, SPREAD_COUNT, TILES_COUNT = range(8)
 SHIFT = PAGE.bit_length() - 1
 ROOT_ROW, NO_ROW = -1, -2  # values of `said`: the row is a root, the row can never be accepted
 ONE = int(np.float32(1.0).view(np.int32))
@@ -289,6 +289,7 @@ def write_chunks(
             tiles[at] = row + first, min(tile_rows, count - first), begin, chunk.start + first
             at += 1
         row += count
+    section_of(packed, bucket, COUNTS_SECTION)[TILES_COUNT] = at
     return row
 
 
