@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from paged_toys import PagedToyRunner
+from specbranch.core.grammar import Allowed
 from specbranch.core.orders import Context, Verify
-from specbranch.core.runner import Feed, PlainStep, Trial, Verdicts, VerifyWork
+from specbranch.core.runner import NO_MASKS, Feed, PlainStep, Trial, Verdicts, VerifyWork
 from specbranch.core.slots import ROOT
 from specbranch.errors import CacheFull, SpecBranchError
 from specbranch.lab.toys.toys import ToyRunner
@@ -37,7 +38,11 @@ class DecodesAhead(ToyRunner):
         self._joining[seq] = len(self.slots(seq).prefix)
 
     def decode(
-        self, texts: Mapping[int, Sequence[int]], going_on: Collection[int], verify: VerifyWork | None = None
+        self,
+        texts: Mapping[int, Sequence[int]],
+        going_on: Collection[int],
+        verify: VerifyWork | None = None,
+        masks: Mapping[int, Allowed] = NO_MASKS,
     ) -> PlainStep | None:
         self._prepared()
         assert verify is None or not {trial.seq for trial in verify.trials} & texts.keys()
@@ -53,7 +58,7 @@ class DecodesAhead(ToyRunner):
         found: dict[int, int] = {}
         for seq in now or entering:
             try:
-                found[seq] = self._next(seq, texts[seq])
+                found[seq] = self._next(seq, texts[seq], masks.get(seq))
             except CacheFull as error:
                 failed[seq] = error
         late = entering if now else []
@@ -67,10 +72,10 @@ class DecodesAhead(ToyRunner):
             verdicts, self.verified = Verdicts(lambda: judged), self.verified + len(judged)
         return PlainStep(lambda: found, len(found), ahead, frozenset(self._flight), failed, {}, verdicts)
 
-    def _next(self, seq: int, text: Sequence[int]) -> int:
+    def _next(self, seq: int, text: Sequence[int], mask: Allowed | None) -> int:
         """Return the token behind a text, whose last token is computed now."""
         self.demand(seq, 1)
-        trial = Trial(seq, Verify(Context(0, tuple(text))), 0, ())
+        trial = Trial(seq, Verify(Context(0, tuple(text)), allowed=None if mask is None else (mask,)), 0, ())
         (judged,) = self.verify([Feed(seq, (text[-1],), (ROOT,))], [trial])()
         self.keep(seq, (0,), 1)
         return judged.token
