@@ -211,10 +211,11 @@ def arriving_figures(llm: LLM, sizes: Sizes) -> Iterator[Figure]:
     length = sizes.arriving_long if llm.context_length >= LONG_CONTEXT else sizes.arriving
     prompt = long_prompt(llm.tokenizer, length)
     others = short_prompts(llm.tokenizer, sizes.decoding)
-    yield from asyncio.run(_arrivals(llm, sizes, prompt, others))
+    yield from asyncio.run(arrivals_among(llm, sizes, prompt, others))
 
 
-async def _arrivals(llm: LLM, sizes: Sizes, prompt: list[int], others: list[list[int]]) -> list[Figure]:
+async def arrivals_among(llm: LLM, sizes: Sizes, prompt: list[int], others: list[list[int]]) -> list[Figure]:
+    """Measure the gaps of `others` before a prompt arrives, and until it is read. Closes the LLM."""
     figures = []
     async with AsyncLLM(llm) as engine:
         for method in methods_of(llm):
