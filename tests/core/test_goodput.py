@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specbranch.core.goodput import BLOCK_ROUNDS, LEFT_OUT, UNSEEN, Goodput, Outlook, Way
+from specbranch.core.goodput import BLOCK_ROUNDS, LEAST_TRIAL, LEFT_OUT, UNSEEN, Goodput, Outlook, Way
 from specbranch.core.round_clock import RoundClock
 
 BATCH = 4
@@ -135,6 +135,17 @@ def test_a_batch_that_shrinks_goes_on_as_before_and_tries_within_its_credit() ->
             simulated = Simulated(model if size < 64 else rates(100.0, 60.0), size, simulated)
             found += simulated.run(60 if size == 64 else 5, slow)
     assert lost(found, slow) < 0.04
+
+
+def test_a_trial_ends_early_where_its_first_rounds_teach_the_model_that_it_loses() -> None:
+    """One that the model expects no better of than at its start goes on: it is there to see if the model is right."""
+    lost_rounds = {}
+    for learned in (100.0, 45.0):
+        simulated, true = Simulated(rates(100.0, 100.0)), rates(100.0, 45.0)
+        first = simulated.run(2, true)
+        simulated.model = lambda _, learned=learned: Outlook(rates(100.0, learned))  # type: ignore[misc]
+        lost_rounds[learned] = (first + simulated.run(40, true)).count("planned")
+    assert lost_rounds[45.0] == LEAST_TRIAL and lost_rounds[100.0] >= LEFT_OUT + BLOCK_ROUNDS
 
 
 def test_all_sessions_of_a_batch_have_the_same_way_and_the_same_rounds_left() -> None:

@@ -27,6 +27,7 @@ UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and ju
 DOUBT_GROWTH = 0.005  # of the doubt in the way that is not taken, for each block
 KEPT = 0.95  # of the deviation of the way that is not taken, after each block
 TRIAL_SHARE = 0.01  # of the seconds, that trials of a way that was not seen to be better may lose
+LEAST_TRIAL = 2  # rounds of a trial, before the model may say that it loses
 SLOWEST_ROUND = 2.0  # times the median; a round counts at most that long, as it may include a setup
 
 
@@ -84,6 +85,7 @@ class _Block:
     first: int  # the round that it was chosen in
     left_out: int = 0  # rounds that do not count
     price: float | None = None  # seconds of credit that a trial has paid; None: it is no trial
+    hoped: float = 0.0  # tokens a second of a session that were expected of a trial
     tokens: int = 0
     rounds: int = 0  # of single sessions, in which these came
     sessions: int = 0  # summed up over these rounds
@@ -126,7 +128,7 @@ class Goodput:
     def choose(self, batch_size: int, clock: RoundClock, expected: Expected) -> Way:
         """Return how to decode the next round among so many sessions."""
         block = self._block
-        if block is None or not block.covers(batch_size, clock):
+        if block is None or not block.covers(batch_size, clock) or self._is_lost(block, batch_size, clock, expected):
             self._judge(clock, expected)
             block = self._block = self._next_block(batch_size, clock, expected(batch_size))
         return block.way
@@ -134,6 +136,11 @@ class Goodput:
     def is_plain(self, clock: RoundClock) -> bool:
         """True if the batch decodes plainly at present."""
         return self._block is not None and self._block.way == "plain" and clock.rounds < self._block.end
+
+    @property
+    def is_trial(self) -> bool:
+        """True if the batch tries planned rounds at present."""
+        return self._block is not None and self._block.way == "planned" and self._block.price is not None
 
     def rounds_left(self, clock: RoundClock) -> int:
         """Return how many rounds are left before the choice is looked at again."""
@@ -157,6 +164,14 @@ class Goodput:
         return {
             size: {way: (one.expected, one.estimate) for way, one in ways.items()} for size, ways in self._seen.items()
         }
+
+    def _is_lost(self, block: _Block, batch_size: int, clock: RoundClock, expected: Expected) -> bool:
+        """True if a trial of planned rounds may end early: its first rounds have taught the model that it loses."""
+        if block.price is None or block.way == "plain" or clock.rounds < block.first + LEAST_TRIAL:
+            return False
+        ways = self._ways(batch_size, expected(batch_size))
+        now = BETTER_WAY * ways["planned"].estimate
+        return now < min(block.hoped, ways["plain"].evidence)
 
     def _judge(self, clock: RoundClock, expected: Expected) -> None:
         """Learn from the block that has ended."""
@@ -193,7 +208,8 @@ class Goodput:
         before, now, ways = self._block, clock.rounds, self._ways(batch_size, outlook)
         if before is None:
             hopeful = ways["planned"].estimate * (1.0 + UNSEEN) > ways["plain"].estimate
-            return _Block(batch_size, "planned" if hopeful else "plain", now, LEFT_OUT, 0.0 if hopeful else None)
+            way: Way = "planned" if hopeful else "plain"
+            return _Block(batch_size, way, now, LEFT_OUT, 0.0 if hopeful else None, ways["planned"].estimate)
         here, other = ways[before.way], ways[_other(before.way)]
         seen_better = other.evidence > BETTER_WAY * here.estimate
         may_be_better = other.estimate * (1.0 + other.doubt) > BETTER_WAY * here.estimate
@@ -205,7 +221,7 @@ class Goodput:
         if may_be_better and price <= (self._credit if other.tried else max(self._credit, 0.0)):
             self._credit -= price
             other.tried = True
-            return _Block(batch_size, _other(before.way), now, LEFT_OUT, price)
+            return _Block(batch_size, _other(before.way), now, LEFT_OUT, price, other.estimate)
         unproven = before.price is not None and here.estimate < other.evidence
         return _Block(batch_size, before.way, now, 0, 0.0 if unproven else None)
 

@@ -118,7 +118,7 @@ def _forest_rounds_in_batch(
     different rounds. If the request ends meanwhile, this generator is closed, and what it has seen still counts.
     """
     batch_size, since, last_end, emitted = session.batch_size, session.clock.rounds, session.now, session.stats.emitted
-    rounds = FOREST_ROUNDS - (since + session.number) % FOREST_ROUNDS
+    rounds = ways.forest_rounds(FOREST_ROUNDS - (since + session.number) % FOREST_ROUNDS)
     planner.follow_lookup(session.tokens)
     wish = planner.forest_wish()
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from specbranch.core.forest_plan import forest_plan
-from specbranch.core.goodput import Outlook, Way
+from specbranch.core.goodput import LEAST_TRIAL, Outlook, Way
 from specbranch.core.learning import LookedUp
 from specbranch.core.market import pays_alone
 from specbranch.core.planner import Planner, share_of_catching_up
@@ -53,6 +53,10 @@ class WayChoice:
     def plain_rounds(self, session: Session) -> int:
         """Return how many plain rounds its batch makes before the choice is looked at again."""
         return 1 if self._costs.prices_all else self._experience.goodput.rounds_left(session.clock)
+
+    def forest_rounds(self, until_report: int) -> int:
+        """Return how many rounds the device makes before a method hears of them; few of a trial, which may end early."""
+        return min(until_report, LEAST_TRIAL) if self._experience.goodput.is_trial else until_report
 
     def record_round(
         self, batch_size: int, way: Way, tokens: int, seconds: float, rounds: int = 1, since: int = 0
