@@ -55,7 +55,7 @@ class WayChoice:
         return 1 if self._costs.prices_all else self._experience.goodput.rounds_left(session.clock)
 
     def forest_rounds(self, until_report: int) -> int:
-        """Return how many rounds the device makes before a method hears of them; few of a trial, which may end early."""
+        """Return how many rounds the device makes before a method hears of them; few of a trial, as it may end."""
         return min(until_report, LEAST_TRIAL) if self._experience.goodput.is_trial else until_report
 
     def record_round(
