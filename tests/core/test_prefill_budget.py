@@ -416,10 +416,24 @@ def test_one_slow_round_shrinks_the_budget_for_two_rounds_at_most(hiccup: int, a
     assert len(slow) <= len(usual) + 1
 
 
-def test_an_order_behind_a_prompts_beginning_carries_only_what_it_computes() -> None:
+def test_an_order_behind_a_prompts_beginning_carries_only_what_the_target_computes() -> None:
     """The first one carries all, as the prefix cache may know it; a later one costs no more behind a long context."""
     member = waiting(0, 0, "match")
-    assert len(member.prefill_order(0, 8).on.tail) == 59
-    later = member.prefill_order(16, 8).on
+    assert len(member.prefill_order(8).on.tail) == 59
+    member.prefilled, member.draft_prefilled = 16, 20
+    later = member.prefill_order(8).on
     assert (later.base, len(later.tail), later.whole().tail) == (16, 8, (1,) * 24)
-    assert len(member.prefill_order(56, 8).on.tail) == 3
+    assert len(member.draft_prefill_order(8).on.tail) == 39, "a draft may have larger chunks"
+    member.prefilled = 56
+    assert len(member.prefill_order(8).on.tail) == 3
+
+
+def test_an_order_of_which_more_is_done_already_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that failed may have prefilled more than the order that comes instead of it wants."""
+    monkeypatch.setattr(ToyRunner, "prefill_chunk", 8)
+    text, worker = (3, 1, 2, 4, 0) * 12, Verifier(ToyRunner(law(), 1000))
+    worker.open(0, Request(SamplingParams(), 0, len(text)))
+    assert worker.continue_prefill(0, Prefill(Context(0, text[:-1], text), 48)) == 48
+    rows = worker.rows_fed
+    assert worker.continue_prefill(0, Prefill(Context(16, text[16:32], text), 16)) == 48
+    assert worker.rows_fed == rows and list(worker.slots(0).prefix) == list(text[:48])

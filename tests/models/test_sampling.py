@@ -521,6 +521,14 @@ def test_the_greatest_variate_draws_the_last_possible_token() -> None:
         assert law_of(logits[0, :45].softmax(-1)).draw(ALMOST_ONE) < 40
 
 
+@pytest.mark.parametrize("width", [32, 33, 49152])
+def test_where_no_token_may_follow_a_token_that_exists_is_drawn(width: int) -> None:
+    """The request fails on it; until then it is an index, for log-probabilities for example."""
+    nothing = torch.full((2, width), -torch.inf)
+    drawn = sample.draw(sample.units(nothing), torch.tensor([0.0, ALMOST_ONE], dtype=torch.float64))
+    assert ((drawn >= 0) & (drawn < width)).all()
+
+
 def test_the_greedy_law_is_all_on_one_token() -> None:
     law = TorchSampler(8).law(TensorRow(SMALL, 0), _spot(rule="ratio"))
     assert [law.prob(token) for token in range(8)] == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]

@@ -105,15 +105,19 @@ class Member:
         draft = self.orders.draft if self.orders else None
         return self.session.request.by_ratio and not (isinstance(draft, Draft) and draft.plan.length == 0)
 
-    def prefill_order(self, start: int, most: int, joins: bool = False) -> Prefill:
-        """Order a model to prefill about `most` tokens from `start` on; `joins`: the next round decodes.
+    def prefill_order(self, most: int, joins: bool = False) -> Prefill:
+        """Order the target to prefill about `most` tokens more; `joins`: the next round decodes.
 
         Only the first order has the whole prompt, for the prefix cache: a later one costs the same behind any context.
         """
-        tokens = self.session.tokens
+        tokens, start = self.session.tokens, self.prefilled
         end = min(start + most, len(tokens) - 1) if start else len(tokens) - 1
-        on = Context(start, tuple(tokens[start:end]), tokens)
-        return Prefill(on, most, tokens[-1] if joins else None)
+        return Prefill(Context(start, tuple(tokens[start:end]), tokens), most, tokens[-1] if joins else None)
+
+    def draft_prefill_order(self, most: int) -> Prefill:
+        """Order the draft to prefill about `most` tokens more: whole chunks of its own, so it gets the whole prompt."""
+        tokens, start = self.session.tokens, self.draft_prefilled
+        return Prefill(Context(start, tuple(tokens[start : len(tokens) - 1]), tokens), most)
 
     def restart_prefill(self) -> None:
         """Note that neither model holds any of its tokens."""

@@ -107,9 +107,16 @@ class PlainLoop:
 
     def _masks(self, batch: PlainBatch) -> dict[int, Allowed]:
         """Return what may follow the texts of sessions with a grammar; the step that needs it runs already."""
-        sessions = [member.session for member in batch.decoding if member.session.state is not None]
-        masks = {session.number: session.state.allowed for session in sessions if session.state is not None}
-        return {number: mask for number, mask in masks.items() if mask is not None}
+        masks: dict[int, Allowed] = {}
+        for member in [one for one in batch.decoding if one.session.state is not None]:
+            try:
+                mask = member.session.state.allowed if member.session.state is not None else None
+            except Exception as error:  # of the library that parses: only this session needs it
+                batch.decoding.remove(member)
+                self._host.fail(member.session, error)
+            else:
+                masks |= {} if mask is None else {member.session.number: mask}
+        return masks
 
     def _run(self, batch: PlainBatch, asked: Mapping[int, Orders], masks: Mapping[int, Allowed]) -> PlainReports | None:
         """Run a round; None: an error, which a round of orders will trace to its session."""

@@ -301,8 +301,8 @@ class Prefills:
         verify = member.orders.verify if member.orders else None
         joins_next = joins and ends and verify is not None and _rows(verify) == 1
         return Orders(
-            draft=member.prefill_order(member.draft_prefilled, draft_taken) if draft_taken else None,
-            prefill=member.prefill_order(member.prefilled, taken, joins_next) if taken else None,
+            draft=member.draft_prefill_order(draft_taken) if draft_taken else None,
+            prefill=member.prefill_order(taken, joins_next) if taken else None,
         )
 
     def _has_row(self, target: PrefillBudget) -> bool:
@@ -327,7 +327,7 @@ class Prefills:
         if not taken:
             return replace(orders, draft=None)
         member.prefill_turn = self.next_turn()
-        return replace(orders, draft=member.prefill_order(member.draft_prefilled, taken))
+        return replace(orders, draft=member.draft_prefill_order(taken))
 
 
 def rows_of(orders: Iterable[Orders]) -> int:

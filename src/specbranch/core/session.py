@@ -236,6 +236,8 @@ class Session:
         """Return the order with what the request's grammar allows behind each of its rows."""
         if self.state is None:
             return order
+        if self.request.by_ratio:  # where nothing may follow there is no law to draw from
+            self.state.check()
         return replace(order, allowed=allowed_in_tree(self.state, order.tokens, order.parents))
 
     def _advance(self, token: int) -> bool:

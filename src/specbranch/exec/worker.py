@@ -115,6 +115,9 @@ class Worker:
         The bits are those of prefill at once: both cut a prompt at the same positions.
         """
         on = order.on.whole() if self.stale(session, order.on) else order.on
+        held = len(self.slots(session).prefix)
+        if len(on) < held <= self._prompt(session):  # a round that failed has carried out a longer order already
+            return held
         uncomputed, path = self._uncomputed(session, on, 0, asked=0)
         self.runner.keep(session, path, len(path))
         rest = uncomputed[len(path) :]

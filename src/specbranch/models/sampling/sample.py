@@ -83,12 +83,12 @@ def units(shaped: Tensor) -> Tensor:
 def draw(law: Tensor, u: Tensor) -> Tensor:
     """Draw from distributions in integer units by inversion, with a variate in [0, 1) for each row [rows].
 
-    A token without a unit is never drawn.
+    A token without a unit is never drawn. Where none has any, the token has no meaning, but exists.
     """
     through = law.cumsum(dim=-1)
     # below the total: u ≤ 1 − 2⁻⁵³, and a total of up to 2⁶⁰ times that rounds to less than the total
     mark = (through[:, -1:].double() * u[:, None]).long()
-    return torch.searchsorted(through, mark, right=True)[:, 0]
+    return torch.searchsorted(through, mark, right=True)[:, 0].clamp_(max=law.shape[-1] - 1)
 
 
 def residual(law: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
