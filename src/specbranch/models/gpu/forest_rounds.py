@@ -150,8 +150,7 @@ class ForestDecoder:
 
         They write to the inputs of both models on one stream, so both have to be idle before and after.
         """
-        device = self._target.launcher.device
-        torch.cuda.synchronize(device)
+        self._synchronize()
         target = self._target.launcher
         models = [target] if self._draft is None else [target, self._draft.launcher]
         weights, nothing = self._tables.weights, self._tables.no_results
@@ -166,7 +165,12 @@ class ForestDecoder:
                     growth = self._tables.growth_of(count)
                     grow(forest, growth, nothing, models[1].graphs.input, bucket, models[1].spare, last)
             look(forest, weights, *looks)
-        torch.cuda.synchronize(device)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        device = self._target.launcher.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def is_with(self, draft: object | None) -> bool:
         """True if it was made for this draft."""
