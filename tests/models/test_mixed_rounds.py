@@ -156,7 +156,7 @@ def loop_of(executor: Serial, budget: int = 48) -> Loop:
 
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("executor", tiered((Serial, Streams), lambda kind: kind is Serial))
-@pytest.mark.parametrize("seed", tiered(range(8), (1).__gt__))
+@pytest.mark.parametrize("seed", tiered((0, 1, 2, 3, 4, 5, 6, 8, 9), (1).__gt__))  # with 7, rows seldom meet
 def test_texts_are_those_of_each_session_alone_in_any_mix(
     seed: int, executor: type[Serial], decoders: tuple[Decoder, Decoder]
 ) -> None:
