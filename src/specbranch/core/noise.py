@@ -33,13 +33,13 @@ def keys(seed: int, sample: int, position: int) -> tuple[int, int]:
 
 def key_bytes(seed: int, sample: int, position: int) -> bytes:
     """Return both keys of a position as little-endian bytes."""
-    begun = _begun(seed, sample).copy()
-    begun.update(_POSITION(position))
-    return begun.digest()
+    hashed = _hash_of(seed, sample).copy()
+    hashed.update(_POSITION(position))
+    return hashed.digest()
 
 
 @lru_cache(maxsize=4096)
-def _begun(seed: int, sample: int) -> blake2b:
+def _hash_of(seed: int, sample: int) -> blake2b:
     """Return the hash of a sample before its position: to copy it is quicker than to begin anew."""
     return blake2b(struct.pack("<Qq", seed & (2**64 - 1), sample), digest_size=8, person=b"sb-noise")
 

@@ -127,15 +127,15 @@ class HermesGrammar(CallGrammar):
     def in_text(self, several: bool) -> str:
         """Return the grammar of free text with calls, in their markers or in a fence.
 
-        `begun` is what follows a fence's opening. Its texts do not begin as a call of a known function does.
+        `opened` is what follows a fence's opening. Its texts do not begin as a call of a known function does.
         """
         again = "free" if several else ""
         names = "|".join(escaped(one.name) for one in self._functions)
         no_call = rf" & ~/{_NAMED}\"({names})\"(?s:.*)/"
         return self._written(
             "start: free",
-            f"free: TEXT | begin body {again} | fence begun",
-            f"begun: fenced {again} | TEXT_BEHIND | begin_behind body {again} | fence_behind begun",
+            f"free: TEXT | begin body {again} | fence opened",
+            f"opened: fenced {again} | TEXT_BEHIND | begin_behind body {again} | fence_behind opened",
             *self._texts("", ""),
             *self._texts("_behind", no_call),
             f"fenced: {' | '.join(f'FENCED_{at} call_{at}_args FENCE_END' for at in range(len(self._functions)))}",

@@ -210,7 +210,7 @@ class Unchosen:
     sampler: ShapedSampler
     rows: DecodeRows
     logits: Tensor  # a copy
-    choosing: Tensor  # likewise
+    choosing: Tensor  # a copy, too
 
     def choose(self, masks: Mapping[int, Allowed]) -> Reading:
         """Choose the tokens; `masks`: those that are allowed, by row."""
