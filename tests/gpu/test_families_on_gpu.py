@@ -236,8 +236,9 @@ def test_a_row_of_a_prompt_has_the_bits_of_a_single_row(
     tile_rows, table = attention.chunk_tile_rows(heads // kv_heads, head_dim), Table(Pool(40), list(range(30)))
     for start, count in ((7000, 48), (700, 30), (5, 20)):
         queries, found = torch.randn(count, heads, head_dim).to("cuda", torch.bfloat16), []
-        for splits in (1, 16):
-            monkeypatch.setattr(attention, "chunk_splits", lambda *_, splits=splits: splits)
+        for programs in (1, 16):
+            monkeypatch.setattr(attention, "splits_chunks", lambda *_, programs=programs: programs > 1)
+            monkeypatch.setattr(attention, "CHUNK_PROGRAMS", programs * kv_heads)
             packed, bucket = pack([], 40 * PAGE, chunks=[ChunkRows(table, [0] * count, start)], tile_rows=tile_rows)
             step = views(torch.from_numpy(packed).to("cuda"), bucket, 32)
             q = torch.zeros(bucket.total, heads, head_dim, device="cuda", dtype=torch.bfloat16)

@@ -226,19 +226,20 @@ def test_a_prompts_row_has_the_bits_of_a_decode_row_however_its_blocks_are_share
 ) -> None:
     """A few rows behind a long context, by one program or many, with and without memory for their results."""
     heads, kv_heads, head_dim = shape
-    pool = Pool(40)
+    pool = Pool(200)
     torch.manual_seed(1)
-    memory = torch.randn(2, 41, kv_heads, PAGE, head_dim).to(DEVICE, dtype)
+    memory = torch.randn(2, 201, kv_heads, PAGE, head_dim).to(DEVICE, dtype)
     tile_rows = attention.chunk_tile_rows(heads // kv_heads)
-    for start, count in ((7000, 48), (3000, 100), (700, 30), (5, 20)):
-        table = Table(pool, pool.take(30))
+    for start, count in ((7000, 48), (3000, 100), (700, 30), (5, 20), (18_000, 20)):
+        table = Table(pool, pool.take(-(-(start + count) // PAGE)))
         queries = torch.randn(count, heads, head_dim).to(DEVICE, dtype)
         found = []
-        for splits, room in ((1, 1 << 28), (4, 1 << 28), (16, 1 << 28), (16, 1 << 20)):
-            monkeypatch.setattr(attention, "chunk_splits", lambda *_, splits=splits: splits)
+        for programs, room in ((1, 1 << 28), (4, 1 << 28), (16, 1 << 28), (128, 1 << 28), (16, 1 << 20)):
+            monkeypatch.setattr(attention, "splits_chunks", lambda *_, programs=programs: programs > 1)
+            monkeypatch.setattr(attention, "CHUNK_PROGRAMS", programs * kv_heads)
             monkeypatch.setattr(attention, "PARTIAL_BYTES", room)
-            packed, bucket = pack([], 40 * PAGE, chunks=[ChunkRows(table, [0] * count, start)], tile_rows=tile_rows)
-            step = views(torch.from_numpy(packed).to(DEVICE), bucket, 32)
+            packed, bucket = pack([], 200 * PAGE, chunks=[ChunkRows(table, [0] * count, start)], tile_rows=tile_rows)
+            step = views(torch.from_numpy(packed).to(DEVICE), bucket, 80)
             q = torch.zeros(bucket.total, heads, head_dim, device=DEVICE, dtype=dtype)
             q[bucket.rows : bucket.rows + count] = queries
             found.append(attend_by_kernels(q, *memory, step)[bucket.rows : bucket.rows + count])
@@ -247,9 +248,9 @@ def test_a_prompts_row_has_the_bits_of_a_decode_row_however_its_blocks_are_share
         assert (found[0].double() - plain.double()).abs().max() <= TOLERATED[dtype]
         for at in (0, count // 2, count - 1):
             position = start + at
-            packed, bucket = pack([Rows(table, [0], position, position, [1])], 40 * PAGE)
+            packed, bucket = pack([Rows(table, [0], position, position, [1])], 200 * PAGE)
             alone = attend_by_kernels(
-                queries[at : at + 1], *memory, views(torch.from_numpy(packed).to(DEVICE), bucket, 32)
+                queries[at : at + 1], *memory, views(torch.from_numpy(packed).to(DEVICE), bucket, 80)
             )
             assert torch.equal(alone[0], found[0][at])
         table.shrink(0)

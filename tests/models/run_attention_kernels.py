@@ -90,8 +90,8 @@ def check_prompt(form: Attention, sinks: Tensor | None, start: int, dtype: torch
     keys, values = torch.randn(2, 9, KV_HEADS, PAGE, DIM).to(dtype)
     count, tile_rows = 20, attention.chunk_tile_rows(HEADS // KV_HEADS, DIM)
     queries, found = torch.randn(count, HEADS, DIM).to(dtype), []
-    for splits in (1, 4):
-        attention.chunk_splits = lambda *_, splits=splits: splits
+    for split in (False, True):
+        attention.splits_chunks, attention.CHUNK_PROGRAMS = lambda *_, split=split: split, 4 * KV_HEADS
         packed, bucket = pack([], 8 * PAGE, chunks=[ChunkRows(table, [0] * count, start)], tile_rows=tile_rows)
         step = views(torch.from_numpy(packed), bucket, 8)
         q = torch.zeros(bucket.total, HEADS, DIM, dtype=dtype)
@@ -114,7 +114,7 @@ def check_prompts(form: Attention, sinks: Tensor | None, dtype: torch.dtype) -> 
     tables = [Table(Pool(12), pages) for pages in ([5, 3, 1], [0, 2], [4], [6, 7, 8])]
     spans = ((20, 500), (3, 38), (7, 0), (1, 600))
     chunks = [ChunkRows(table, [0] * count, at) for table, (count, at) in zip(tables, spans, strict=True)]
-    attention.chunk_splits = lambda *_: 4
+    attention.splits_chunks, attention.CHUNK_PROGRAMS = lambda *_: True, 4 * KV_HEADS
 
     def attended(some: list[ChunkRows], queries: Tensor) -> Tensor:
         packed, bucket = pack([], 12 * PAGE, chunks=some, tile_rows=tile_rows)
@@ -130,8 +130,13 @@ def check_prompts(form: Attention, sinks: Tensor | None, dtype: torch.dtype) -> 
 
 
 def check_long_context(form: Attention, dtype: torch.dtype) -> None:
-    """A row behind so many blocks that `join` loads them in large groups, against plain torch."""
-    blocks = 4 * 8 + 8 + 3
+    """A row behind so many blocks that `join` weighs and loads them in several groups, against plain torch."""
+    from triton.language import constexpr
+
+    from specbranch.models.gpu import attention_kernels as kernels
+
+    kernels.WEIGHED, kernels.UNROLLED = constexpr(16), constexpr(8)  # of 128 and 32, for the interpreter's sake
+    blocks = 2 * 16 + 8 + 3
     length = blocks * attention.block_positions(DIM, dtype.itemsize)
     pages = -(-length // PAGE) + 1
     table = Table(Pool(pages), list(range(pages)))
@@ -179,8 +184,8 @@ def compile_all() -> None:
         tile_rows = attention.chunk_tile_rows(2, head_dim)
         for kernel, sizes, warps, stages in (
             (kernels.partial_results, {"TILE_ROWS": 8, "TILES": 2, "OWN_TILE": 16, "SPLITS": 16}, 4, 2),
-            (kernels.attend_batch, {"TILE": 16, "WHOLE": 4, "SPLITS": 4}, 4, 3),
-            (kernels.attend_chunks, {"TILE_ROWS": tile_rows, "WHOLE": 4, "SPLITS": 4}, 8, 3),
+            (kernels.attend_batch, {"TILE": 16, "WHOLE": 4, "SPLITS": 4, "BESIDE": True}, 4, 3),
+            (kernels.attend_chunks, {"TILE_ROWS": tile_rows, "WHOLE": 4, "SPLIT": True}, 8, 3),
             (kernels.join, {"BATCH": True, "COUNT": 1}, 1, 2),
         ):
             compile_one(kernel, {**shape, **sizes}, form.sinks, {"num_warps": warps, "num_stages": stages})

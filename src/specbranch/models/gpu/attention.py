@@ -68,11 +68,12 @@ BATCH_STAGES = ((128, 2), (1, 3))  # by the least number of rows
 # few rows behind long contexts would wait for it. Of more rows, a program has all heads of a key head.
 JOINED_ROWS = 64
 PARTIAL_BYTES = 1 << 28  # bytes of the results of blocks in a step, at most
-PROGRAMS = 256  # programs that share the blocks of a step of one sequence, about
-BATCH_PROGRAMS = 1024  # the same for several sequences
+PROGRAMS, LEAST_SPLITS, MOST_SPLITS = 256, 8, 64  # programs for the blocks of a step of one sequence, and of one tile
+BATCH_PROGRAMS, LEAST_BATCH_SPLITS, MOST_BATCH_SPLITS = 1024, 2, 16  # the same for several sequences
 # Groups with at most so many blocks are one program, by the least number of rows: many rows leave no program idle.
 WHOLE_BLOCKS = ((32, 8), (1, 2))
-CHUNK_PROGRAMS, MOST_CHUNK_SPLITS = 256, 32  # programs for all tiles of prompts of a step, about, and for one of them
+BESIDE = True
+CHUNK_PROGRAMS = 256  # programs that share the blocks of prompts in a step, about
 WHOLE_CHUNK_BLOCKS = 4  # tiles with at most so many blocks are one program
 EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel starts only when the one before it has ended
 
@@ -148,9 +149,9 @@ def attend_by_kernels(
     chunks = step.tiles is not None and not sampled_only
     chunk_tile = chunk_tile_rows(share, head_dim)
     tiles_alone = -(-(total - rows) // chunk_tile)  # of a lone prompt; several prompts have more
-    split_chunks = chunk_splits(tiles_alone, kv_heads) if chunks else 1
+    split_chunks = chunks and splits_chunks(tiles_alone, kv_heads)
     # Within a capture this is memory of the graphs' pool, which all layers and graphs use in turn.
-    results_of = total if split_chunks > 1 else rows
+    results_of = total if split_chunks else rows
     partial = partial_slots(results_of, heads, head_dim, queries.element_size(), step.most_pages, block)
     sums = queries.new_empty(partial, head_dim)
     tops, totals = queries.new_empty(2, partial, dtype=torch.float32)
@@ -158,37 +159,38 @@ def attend_by_kernels(
     window = {"WINDOW": attention.window or 0, "FIRST": attention.first}
     form = {**window, "SOFTCAP": softcap}
     how: dict[str, Any] = {"enable_fp_fusion": False, **launch(early)}
+    beside = chunks and BESIDE
     sections = (step.shared, step.own_count, step.groups, step.tables, step.own, step.counts)
     groups, batch = len(step.groups), len(step.groups) == rows > 1
+    if chunks and step.tiles is not None:
+        programs = CHUNK_PROGRAMS // kv_heads if split_chunks else len(step.tiles)
+        kernels.attend_chunks[(programs, kv_heads)](
+            queries, keys, values, sums, tops, totals, out, step.tiles, step.tables, step.counts, scale, keys.stride(0),
+            rows, partial, sinks, **shape, **tiling, **form, TILE_ROWS=chunk_tile, TOTAL=total,
+            WHOLE=WHOLE_CHUNK_BLOCKS, SPLIT=split_chunks,
+            num_warps=CHUNK_WARPS if chunk_tile * padded > CHUNK_ROWS or head_dim >= LARGE_HEAD else WARPS,
+            num_stages=CHUNK_STAGES, **how,
+        )  # fmt: skip
     if not batch:
         tile_rows = min(GROUP_ROWS, max(tile // padded, 1), rows)
         while tile_rows * padded < 16:
             tile_rows *= 2
         tiles = max(GROUP_ROWS // tile_rows, 1) if rows > tile_rows else 1
-        splits = power_of_two(max(min(PROGRAMS // (kv_heads * groups * tiles), 64), 8))
+        splits = power_of_two(max(min(PROGRAMS // (kv_heads * groups * tiles), MOST_SPLITS), LEAST_SPLITS))
         kernels.partial_results[(rows + groups * tiles * splits, kv_heads)](
             queries, keys, values, sums, tops, totals, *sections, scale, keys.stride(0), rows, sinks, **shape, **tiling,
             **form, OWN=LONGEST_OWN, TILE_ROWS=tile_rows, TILES=tiles, OWN_TILE=max(padded, 16), SPLITS=splits,
             num_warps=WARPS, num_stages=STAGES, **how,
         )  # fmt: skip
     else:
-        splits = power_of_two(max(min(BATCH_PROGRAMS // (kv_heads * rows), 16), 2))
+        splits = power_of_two(max(min(BATCH_PROGRAMS // (kv_heads * rows), MOST_BATCH_SPLITS), LEAST_BATCH_SPLITS))
         whole = _by_rows(WHOLE_BLOCKS, rows) * SHARED_BLOCK // block
         kernels.attend_batch[(groups, kv_heads, splits)](
             queries, keys, values, sums, tops, totals, out, *sections, scale, keys.stride(0), sinks, **shape, **tiling,
-            **form, OWN=LONGEST_OWN, TILE=max(BATCH_GROUP_ROWS * padded, 16), WHOLE=whole, SPLITS=splits,
+            **form, OWN=LONGEST_OWN, TILE=max(BATCH_GROUP_ROWS * padded, 16), WHOLE=whole, SPLITS=splits, BESIDE=beside,
             num_warps=BATCH_WARPS, num_stages=_by_rows(BATCH_STAGES, rows), **how,
         )  # fmt: skip
-    if chunks and step.tiles is not None:
-        programs = tiles_alone * split_chunks if split_chunks > 1 else len(step.tiles)
-        kernels.attend_chunks[(programs, kv_heads)](
-            queries, keys, values, sums, tops, totals, out, step.tiles, step.tables, step.counts, scale, keys.stride(0),
-            rows, partial, sinks, **shape, **tiling, **form, TILE_ROWS=chunk_tile, TOTAL=total,
-            WHOLE=WHOLE_CHUNK_BLOCKS, SPLITS=split_chunks,
-            num_warps=CHUNK_WARPS if chunk_tile * padded > CHUNK_ROWS or head_dim >= LARGE_HEAD else WARPS,
-            num_stages=CHUNK_STAGES, **how,
-        )  # fmt: skip
-    joined_heads = share if batch and rows > JOINED_ROWS and split_chunks == 1 else 1
+    joined_heads = share if batch and rows > JOINED_ROWS and not split_chunks else 1
     kernels.join[(results_of, heads // joined_heads)](
         sums, tops, totals, step.shared, step.positions, step.counts, out, rows, partial, **shape, BATCH=batch,
         COUNT=joined_heads, TOTAL=total, **window, num_warps=JOIN_WARPS, **how,
@@ -220,10 +222,9 @@ def chunk_tile_rows(share: int, head_dim: int = 0) -> int:
     return max(min(queries // power_of_two(share), CHUNK_ROWS), LEAST_TILE_ROWS)
 
 
-def chunk_splits(tiles: int, kv_heads: int) -> int:
-    """Return how many programs share the blocks of a tile of a prompt and key head; the step has so many `tiles`."""
-    wanted = min(max(CHUNK_PROGRAMS // (tiles * kv_heads), 1), MOST_CHUNK_SPLITS)
-    return 1 << (wanted.bit_length() - 1)
+def splits_chunks(tiles: int, kv_heads: int) -> bool:
+    """True if programs share the blocks of a tile of a prompt, as the `tiles` of a lone prompt leave most idle."""
+    return 2 * tiles * kv_heads <= CHUNK_PROGRAMS
 
 
 def partial_slots(rows: int, heads: int, head_dim: int, element: int, most_pages: int, block: int) -> int:

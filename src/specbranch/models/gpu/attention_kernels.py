@@ -34,7 +34,7 @@ GROUP_POSITIONS = tl.constexpr(_GROUP_POSITIONS)
 LONGEST_COUNT, SAMPLED_COUNT = tl.constexpr(_LONGEST_COUNT), tl.constexpr(_SAMPLED_COUNT)
 SHARED_COUNT, USED_COUNT = tl.constexpr(_SHARED_COUNT), tl.constexpr(_USED_COUNT)
 TILES_COUNT = tl.constexpr(_TILES_COUNT)
-UNROLLED = tl.constexpr(8)  # partial results that `join` loads at a time
+WEIGHED, UNROLLED = tl.constexpr(128), tl.constexpr(32)  # results that `join` weighs, and that it loads, at a time
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -219,13 +219,13 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
     Result 0 of a row and head is its own path; result 1 + b is block b. SPLITS programs share the blocks of a tile of
     rows.
     """
-    if EARLY:  # see product_kernels
-        gdc_wait()
-        gdc_launch_dependents()
     head = tl.program_id(1)  # rows and blocks are on axis 0, as axis 1 allows fewer programs
     program = tl.program_id(0)
     slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
     if program < rows:
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
         _leave_own_path(
             q, keys, values, sums, tops, totals, shared, own_count, own, program, head, scale, page_stride, slots,
             sinks, HEADS, SHARE, DIM, WIDTH, PAGE, PATH_BLOCK, OWN, OWN_TILE, WINDOW, FIRST, SOFTCAP,
@@ -245,6 +245,9 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
         if WINDOW > 0:
             left = end + tl.load(own_count + row, mask=live, other=0) - WINDOW
             skipped = _skipped_blocks(left, most, live, FIRST, BLOCK)
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
         if (skipped + split) * BLOCK < most:
             at = row * HEADS + head * SHARE + m % PADDED
             _leave_blocks(
@@ -286,15 +289,12 @@ def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, gr
                  WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, OWN: tl.constexpr,
                  BLOCK: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
                  WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr,
-                 EARLY: tl.constexpr):  # fmt: skip
+                 BESIDE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Attend in a step of several sequences, with SPLITS programs for each group of rows and each key head.
 
     Of a group with at most WHOLE blocks, the first program computes all, and `join` skips its rows (their sum is 0).
-    Otherwise the programs share the blocks.
+    Otherwise the programs share the blocks. BESIDE: `attend_chunks` was launched before, and this runs beside it.
     """
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     group = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -313,10 +313,16 @@ def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, gr
         skipped = _skipped_blocks(left, most, live, FIRST, BLOCK)
     whole = blocks - skipped <= WHOLE
     works = (split == 0) | ((whole == 0) & (split < blocks - skipped))
+    slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
+    table = tables + tl.load(groups + 3 * group + 2)
+    if EARLY:
+        if BESIDE:  # queries and keys are there, as `attend_chunks` lets this kernel in when it has waited for them
+            count = _fenced(count)
+        else:
+            gdc_wait()
+        gdc_launch_dependents()
     if (count > 0) & works:
         dtype = values.dtype.element_ty
-        slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
-        table = tables + tl.load(groups + 3 * group + 2)
         ones = tl.full((BLOCK, 16), 1.0, dtype)
         at = (first + within) * HEADS + head * SHARE + m % PADDED
         queries = _load_queries(q, at, live, DIM, WIDTH)
@@ -353,6 +359,16 @@ def attend_batch(q, keys, values, sums, tops, totals, out, shared, own_count, gr
                 queries, keys, values, sums, tops, totals, table, left, end, most, skipped, split, SPLITS, at, live,
                 head, scale, page_stride, slots, ones, DIM, WIDTH, PAGE, BLOCK, WINDOW, FIRST, SOFTCAP,
             )  # fmt: skip
+    if EARLY and BESIDE:  # `join` waits for this kernel, and so for `attend_chunks`
+        gdc_wait()
+
+
+@triton.jit
+def _fenced(number):
+    """Return a number behind a fence: what other kernels wrote before is seen behind it."""
+    return tl.inline_asm_elementwise(
+        "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -382,25 +398,28 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
                   room, sinks,
                   HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
                   WIDTH: tl.constexpr, PAGE: tl.constexpr, PATH_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-                  TILE_ROWS: tl.constexpr, TOTAL: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr,
+                  TILE_ROWS: tl.constexpr, TOTAL: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr,
                   WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr,
                   EARLY: tl.constexpr):  # fmt: skip
     """Attend from tiles of rows of prompts to all positions up to each row, through the page tables.
 
-    The last tiles come first: they have most to read. Of a tile with many blocks, SPLITS programs share the blocks, if
-    there is `room` for their results; otherwise the first of them computes all. There are as many programs as a lone
-    prompt needs; with more tiles each has several turns.
+    The last tiles come first: they have most to read. If SPLIT, all programs share the blocks of the tiles that there
+    are, where a tile has many and there is `room` for their results; otherwise one program computes a tile. With more
+    tiles than programs each has several turns.
     """
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     head = tl.program_id(1)
     slots, shift, fits = _chunk_results(counts, rows, room, HEADS, BLOCK, TOTAL)
     tops += shift
     totals += shift
     sums += shift * DIM
     used = tl.load(counts + TILES_COUNT)
-    for turn in range(tl.program_id(0), used * SPLITS, tl.num_programs(0)):
+    splits = 1
+    if SPLIT:
+        splits = tl.maximum(tl.num_programs(0) // tl.maximum(used, 1), 1)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    for turn in range(tl.program_id(0), used * splits, tl.num_programs(0)):
         tile = tiles + 4 * (used - 1 - turn % used)
         split = turn // used
         count = tl.load(tile + 1)
@@ -411,7 +430,7 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
         if WINDOW > 0:
             skipped = _skipped(tl.minimum(tl.maximum(start + 1 - WINDOW, 0), most) // BLOCK, FIRST, BLOCK)
         whole = (blocks - skipped <= WHOLE) | (fits == 0)
-        if SPLITS == 1:
+        if SPLIT == 0:
             whole = blocks >= 0
         if (split == 0) | ((whole == 0) & (split < blocks - skipped)):
             dtype = values.dtype.element_ty
@@ -454,13 +473,13 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
                         seen = _in_window(seen, block * BLOCK + tl.arange(0, BLOCK), left, WINDOW, FIRST)
                         top, total, acc = _merged(top, total, acc, *_block(queries, k, v, many, seen, scale, SOFTCAP))
                     _store_out(out, at, live, acc, total, DIM, WIDTH)
-                    if SPLITS > 1:
+                    if SPLIT:
                         tl.store(totals + at.to(tl.int64) * slots, total * 0.0, mask=live & (m * 0 < fits.to(tl.int32)))
                 else:
                     _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
             if whole == 0:
                 _leave_blocks(
-                    queries, keys, values, sums, tops, totals, table, left, end, most, skipped, split, SPLITS, at, live,
+                    queries, keys, values, sums, tops, totals, table, left, end, most, skipped, split, splits, at, live,
                     head, scale, page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK, WINDOW, FIRST, SOFTCAP,
                 )  # fmt: skip
 
@@ -475,15 +494,13 @@ def join(sums, tops, totals, shared, positions, counts, out, rows, room,
     In a step of several sequences (BATCH), padding has no results, and some rows are done. Rows from `rows` on are
     those of prompts.
     """
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0)
     at = row * HEADS + tl.program_id(1) * COUNT
     slots = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
     shift = at.to(tl.int64) * 0
     left = COUNT
     end = tl.load(shared + row, mask=row < rows, other=0)
+    position = tl.load(positions + row)
     if BATCH:
         of_prompt = row >= rows
         chunk_slots, chunk_shift, fits = _chunk_results(counts, rows, room, HEADS, BLOCK, TOTAL)
@@ -491,16 +508,19 @@ def join(sums, tops, totals, shared, positions, counts, out, rows, room,
         shift = tl.where(of_prompt, chunk_shift, shift)
         last = tl.where(of_prompt, tl.load(counts + USED_COUNT), tl.load(counts + SAMPLED_COUNT))
         there = (row < last) & ((of_prompt == 0) | fits)
-        result = tl.load(totals + at.to(tl.int64) * slots + shift, mask=there, other=0.0)
-        left = tl.where(result == 0.0, 0, COUNT)
-        position = tl.load(positions + row)
         end = tl.where(of_prompt, tl.maximum(position // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS, end)
     blocks = tl.cdiv(end, BLOCK)
     skipped = 0  # blocks that the row does not see
     if WINDOW > 0:
-        skipped = tl.maximum(tl.load(positions + row) + 1 - WINDOW, 0) // BLOCK
+        skipped = tl.maximum(position + 1 - WINDOW, 0) // BLOCK
         if FIRST > 0:
             skipped = _skipped(tl.minimum(skipped, blocks), FIRST, BLOCK)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    if BATCH:
+        result = tl.load(totals + at.to(tl.int64) * slots + shift, mask=there, other=0.0)
+        left = tl.where(result == 0.0, 0, COUNT)
     for head in range(left):
         first = (at + head).to(tl.int64) * slots + shift
         _join_head(sums, tops, totals, out, at + head, first, skipped, blocks, DIM, WIDTH, FIRST, BLOCK)
@@ -509,81 +529,60 @@ def join(sums, tops, totals, shared, positions, counts, out, rows, room,
 @triton.jit
 def _join_head(sums, tops, totals, out, at, first, skipped, blocks, DIM: tl.constexpr, WIDTH: tl.constexpr,
                FIRST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Merge the results of one row and head, which begin at `first`; of blocks, those that are not `skipped`."""
+    """Merge the results of one row and head, which begin at `first`; of blocks, those that are not `skipped`.
+
+    Only averages are merged one after the other. By how much each block lets the results before it fade, and its own
+    weight, are known from the greatest scores alone: they take the places of the blocks' greatest scores and sums.
+    """
     d = tl.arange(0, WIDTH)
     total = tl.load(totals + first)
     top = tl.load(tops + first)
     acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
-    start = first + 1
-    end = start + blocks
-    # all loads come before the sums, which wait for one another: long contexts wait for fewer of them
-    many = skipped + (blocks - skipped) // (4 * UNROLLED) * (4 * UNROLLED)
-    for begin in range(skipped, many, 4 * UNROLLED):
-        here = start + begin
-        some = _eight_loaded(sums, tops, totals, here, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        next_some = _eight_loaded(sums, tops, totals, here + 8, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        third_some = _eight_loaded(sums, tops, totals, here + 16, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        last_some = _eight_loaded(sums, tops, totals, here + 24, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        top, total, acc = _eight_joined(top, total, acc, some)
-        top, total, acc = _eight_joined(top, total, acc, next_some)
-        top, total, acc = _eight_joined(top, total, acc, third_some)
-        top, total, acc = _eight_joined(top, total, acc, last_some)
-    for begin in range(many, blocks, UNROLLED):
-        here = start + begin
-        some = _eight_loaded(sums, tops, totals, here, start, end, skipped, DIM, WIDTH, FIRST, BLOCK)
-        top, total, acc = _eight_joined(top, total, acc, some)
+    tops += first + 1
+    totals += first + 1
+    sums += (first + 1) * DIM
+    i = tl.arange(0, WEIGHED)
+    for begin in range(skipped, blocks, WEIGHED):
+        number = begin + i
+        there = number < blocks
+        place = _placed(number, skipped, FIRST, BLOCK)
+        block_top = tl.load(tops + place, mask=there, other=float("-inf"))
+        block_total = tl.load(totals + place, mask=there, other=0.0)
+        previous = _placed(number - 1, skipped, FIRST, BLOCK)
+        before = tl.load(tops + previous, mask=there & (i > 0), other=float("-inf"))
+        before = tl.maximum(tl.associative_scan(before, 0, _greater), top)
+        new = tl.maximum(before, block_top)
+        tl.debug_barrier()  # all have loaded what is overwritten now
+        tl.store(tops + place, tl.exp2(before - new), mask=there)
+        tl.store(totals + place, tl.exp2(block_top - new) * block_total, mask=there)
+        tl.debug_barrier()
+        top = tl.maximum(top, tl.max(block_top, 0))
+        for some in range(begin, tl.minimum(begin + WEIGHED, blocks), UNROLLED):
+            loaded = ()
+            for j in tl.static_range(UNROLLED):
+                one = _loaded(sums, tops, totals, some + j, blocks, skipped, DIM, WIDTH, FIRST, BLOCK)
+                loaded = loaded + (one,)  # noqa: RUF005 – Triton knows no other way
+            tl.debug_barrier()  # all loads come before the sums, which wait for one another
+            for j in tl.static_range(UNROLLED):
+                total = total * loaded[j][0] + loaded[j][1]
+                acc = acc * loaded[j][0] + loaded[j][2] * loaded[j][1]
     tl.store(out + at * DIM + d, (acc * (1.0 / total)).to(out.dtype.element_ty), mask=d < DIM)
 
 
 @triton.jit
-def _eight_loaded(sums, tops, totals, at, start, end, skipped, DIM: tl.constexpr, WIDTH: tl.constexpr,
-                  FIRST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Load the results of UNROLLED blocks."""
-    return (
-        _loaded(sums, tops, totals, at, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
-        _loaded(sums, tops, totals, at + 1, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
-        _loaded(sums, tops, totals, at + 2, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
-        _loaded(sums, tops, totals, at + 3, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
-        _loaded(sums, tops, totals, at + 4, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
-        _loaded(sums, tops, totals, at + 5, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
-        _loaded(sums, tops, totals, at + 6, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
-        _loaded(sums, tops, totals, at + 7, start, end, skipped, DIM, WIDTH, FIRST, BLOCK),
-    )
+def _greater(a, b):
+    return tl.maximum(a, b)
 
 
 @triton.jit
-def _eight_joined(top, total, acc, some):
-    """Merge the results of UNROLLED blocks, one after the other."""
-    top, total, acc = _joined(top, total, acc, some[0][0], some[0][1], some[0][2])
-    top, total, acc = _joined(top, total, acc, some[1][0], some[1][1], some[1][2])
-    top, total, acc = _joined(top, total, acc, some[2][0], some[2][1], some[2][2])
-    top, total, acc = _joined(top, total, acc, some[3][0], some[3][1], some[3][2])
-    top, total, acc = _joined(top, total, acc, some[4][0], some[4][1], some[4][2])
-    top, total, acc = _joined(top, total, acc, some[5][0], some[5][1], some[5][2])
-    top, total, acc = _joined(top, total, acc, some[6][0], some[6][1], some[6][2])
-    top, total, acc = _joined(top, total, acc, some[7][0], some[7][1], some[7][2])
-    return top, total, acc
-
-
-@triton.jit
-def _loaded(sums, tops, totals, at, start, end, skipped, DIM: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
-    """Load the result of one block of those from `start` to `end`; one from `end` on adds nothing."""
+def _loaded(sums, tops, totals, number, blocks, skipped, DIM: tl.constexpr, WIDTH: tl.constexpr,
+            FIRST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Load fade, weight and average of one block; a number beyond the blocks adds nothing."""
     d = tl.arange(0, WIDTH)
-    if FIRST > 0:
-        at = start + _placed(at - start, skipped, FIRST, BLOCK)
-    there = at < end
+    place = _placed(number, skipped, FIRST, BLOCK)
+    there = number < blocks
     return (
-        tl.load(tops + at, mask=there, other=float("-inf")),
-        tl.load(totals + at, mask=there, other=0.0),
-        tl.load(sums + at * DIM + d, mask=(at + d * 0 < end) & (d < DIM), other=0.0).to(tl.float32),
+        tl.load(tops + place, mask=there, other=1.0),
+        tl.load(totals + place, mask=there, other=0.0),
+        tl.load(sums + place * DIM + d, mask=(number + d * 0 < blocks) & (d < DIM), other=0.0).to(tl.float32),
     )
-
-
-@triton.jit
-def _joined(top, total, acc, block_top, block_total, average):
-    """Do as `_merged` for one row."""
-    new = tl.maximum(top, block_top)
-    fade = tl.exp2(top - new)
-    weight = tl.exp2(block_top - new) * block_total
-    return new, total * fade + weight, acc * fade + average * weight
