@@ -190,3 +190,17 @@ def test_rounds_of_the_other_way_and_those_right_after_a_change_do_not_count() -
     goodput.choose(BATCH, clock, lambda _: model)
     seen = goodput.seen()[BATCH.bit_length()]
     assert seen["planned"] == pytest.approx((130.0, 130.0)) and seen["plain"] == (100.0, 100.0)
+
+
+def test_a_poor_block_does_not_end_a_way_that_was_lately_better() -> None:
+    """What the model expects goes by the text of a moment; seen from block to block, rates differ by a factor of 2."""
+    batch, expected = Simulated(rates(100.0, 400.0)), {True: 400.0, False: 130.0}
+    batch.run(LEFT_OUT, rates(100.0, 190.0))
+    ways: list[Way] = []
+    for block in range(12):
+        good = block % 2 == 0
+        batch.model = lambda _, planned=expected[good]: Outlook(rates(100.0, planned))  # type: ignore[misc]
+        ways += batch.run(BLOCK_ROUNDS, rates(100.0, 190.0 if good else 90.0))
+    assert set(ways) == {"planned"}
+    batch.model = lambda _: Outlook(rates(100.0, 130.0))
+    assert batch.run(6 * BLOCK_ROUNDS, rates(100.0, 80.0))[-1] == "plain"

@@ -23,6 +23,7 @@ BLOCK_ROUNDS = 12  # rounds between two looks at the choice
 LEFT_OUT = 4  # rounds after a change that do not count: earlier work ends, and the draft catches up
 BETTER_WAY = 1.03  # the other way is taken if it is this many times as fast
 BLOCK_TRUST = 0.5  # part of a block's deviation from the model, in logarithms, that is taken over
+LATELY = 3.0  # blocks in what was seen lately of the way that is taken, about
 UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and just tried
 DOUBT_GROWTH = 0.005  # of the doubt in the way that is not taken, for each block
 KEPT = 0.95  # of the deviation of the way that is not taken, after each block
@@ -51,6 +52,8 @@ class WaySeen:
     doubt: float = UNSEEN
     last: float = -math.inf  # deviation when this way was last taken; it does not fade
     tried: bool = False
+    lately: float = 0.0  # tokens a second of a session, as seen in the latest blocks
+    blocks: float = 0.0  # how many of them these are
 
     @property
     def estimate(self) -> float:
@@ -65,6 +68,8 @@ class WaySeen:
     def take(self, seen: float, part: float = 1.0) -> None:
         """Take in the tokens a second of a block, of which this part was seen."""
         known = self.doubt < UNSEEN
+        self.blocks = min(self.blocks + part, LATELY)
+        self.lately += part / self.blocks * (seen - self.lately)
         deviation = math.log(max(seen, 1e-9) / max(self.expected, 1e-9))
         self.deviation += part * (BLOCK_TRUST if known else 1.0) * (deviation - self.deviation)
         self.last = self.deviation
@@ -112,8 +117,9 @@ class _Block:
         return fmean([min(one, most) for one in seconds]) if seconds else 0.0
 
     def part(self, clock: RoundClock) -> float:
-        """Return how much of it was timed."""
-        return min(len(clock.seconds_behind(self.counts, self.last)) / BLOCK_ROUNDS, 1.0)
+        """Return how much of it was timed, and reported."""
+        timed = len(clock.seconds_behind(self.counts, self.last))
+        return min(timed / BLOCK_ROUNDS, self.rounds * self.rounds / max(self.sessions, 1) / BLOCK_ROUNDS, 1.0)
 
 
 class Goodput:
@@ -211,18 +217,19 @@ class Goodput:
             way: Way = "planned" if hopeful else "plain"
             return _Block(batch_size, way, now, LEFT_OUT, 0.0 if hopeful else None, ways["planned"].estimate)
         here, other = ways[before.way], ways[_other(before.way)]
-        seen_better = other.evidence > BETTER_WAY * here.estimate
-        may_be_better = other.estimate * (1.0 + other.doubt) > BETTER_WAY * here.estimate
+        now_here = here.lately if here.blocks else here.estimate
+        seen_better = other.evidence > BETTER_WAY * now_here
+        may_be_better = other.estimate * (1.0 + other.doubt) > BETTER_WAY * now_here
         if seen_better:
             return _Block(batch_size, _other(before.way), now, LEFT_OUT)
-        price = before.round_seconds(clock) * (BLOCK_ROUNDS + LEFT_OUT) * _lost(other.estimate, here.estimate)
+        price = before.round_seconds(clock) * (BLOCK_ROUNDS + LEFT_OUT) * _lost(other.estimate, now_here)
         price += outlook.change if before.way == "plain" else 0.0
         self._saving = price if may_be_better else 0.0
         if may_be_better and price <= (self._credit if other.tried else max(self._credit, 0.0)):
             self._credit -= price
             other.tried = True
             return _Block(batch_size, _other(before.way), now, LEFT_OUT, price, other.estimate)
-        unproven = before.price is not None and here.estimate < other.evidence
+        unproven = before.price is not None and now_here < other.evidence
         return _Block(batch_size, before.way, now, 0, 0.0 if unproven else None)
 
 
