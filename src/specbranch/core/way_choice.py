@@ -104,7 +104,7 @@ class WayChoice:
             return False
         if costs.plain_due:
             return True
-        if planner.lookup_pays(words, tokens):
+        if planner.worth_verifying(words, tokens):
             return False
         if not planner.can_draft:
             return True
