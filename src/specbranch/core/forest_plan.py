@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean, median_low
 
-from specbranch.core.forest import ForestPlan, ForestWish
+from specbranch.core.costs import Costs
+from specbranch.core.forest import FEW_UNCOMPUTED, ForestPlan, ForestWish
 from specbranch.core.market import MOST_LANES, MOST_ROWS
 from specbranch.core.trees import Growth
 
@@ -34,8 +35,13 @@ FEW_SESSIONS = 4  # up to so many their methods hear of each round, and a burst 
 PROBE_ROUNDS = 4  # rounds of a probe: the draft is asked where it is not expected to pay
 
 
-def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> ForestPlan:
-    """Plan a round of so many sessions, some of which have wishes; `context`: tokens of a session, on average."""
+def forest_plan(
+    wishes: Sequence[ForestWish], context: float, sessions: int, catching_up: float = 0.0
+) -> ForestPlan:
+    """Plan a round of so many sessions, some of which have wishes; `context`: tokens of a session, on average.
+
+    `catching_up`: seconds that each round with draft steps pays of what the draft has to compute first.
+    """
     if not wishes or not wishes[0].costs.knows_target or sessions > MOST_FOREST_SESSIONS:
         return ForestPlan(0, 0, sessions)
     costs, drafting = wishes[0].costs, _drafting(wishes)
@@ -47,12 +53,13 @@ def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> 
     verifies = [(nodes, costs.target_seconds(rows, context) + beside) for nodes, rows in sizes]
     best = (0.0, 0, 0, 0)
     for lanes, step in [(0, 0.0), *_lanes(drafting, context)]:
+        once = catching_up if lanes else 0.0
         for steps in STEPS[1:] if lanes else STEPS[:1]:
             reaches = _reaches(*middle, steps, lanes, looked)
             launched = steps + _lead(steps, step / costs.forest.drafting, sessions)
             for nodes, verify in verifies:
                 tokens = sessions + len(wishes) * sum(reaches[:nodes])
-                best = max(best, (tokens / max(verify + launched * step, 1e-12), -steps, nodes, lanes))
+                best = max(best, (tokens / max(verify + launched * step + once, 1e-12), -steps, nodes, lanes))
     rate, steps, nodes, lanes = best
     plain = sessions / max(costs.target_seconds(sessions, context), 1e-12)
     if sessions > 1 and rate <= LEAST_GAIN * plain:
@@ -66,6 +73,11 @@ def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> 
         steps, more, price = 1, MOST_DRAFT_STEPS - 1, rate * costs.forest.drafting * alone / len(drafting)
     growth = _growth(wish, max(lanes, 1), price, max(nodes, 1))
     return ForestPlan(steps, more, sessions + nodes * len(wishes), growth, looks, rate / plain, lead)
+
+
+def catch_up_seconds(costs: Costs, uncomputed: int, context: float) -> float:
+    """Return the seconds in which a draft computes so many tokens of a session; a few of them come on the way."""
+    return costs.draft_seconds(uncomputed, context) if uncomputed > FEW_UNCOMPUTED and costs.knows_draft else 0.0
 
 
 def _lead(steps: int, alone: float, sessions: int) -> int:
