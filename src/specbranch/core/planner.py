@@ -105,7 +105,8 @@ class Planner:
         self._gain: tuple[tuple[int, ...], float] = ((), 0.0)  # of drafting, and what it was computed for
         self._row = 0.0  # price of one more row to verify, in tokens
         self._made_growth: Growth | None = None
-        self._followed: tuple[int, tuple[int, ...]] = (sys.maxsize, ())  # where lookup has proposed, and what
+        # Where lookup has proposed, what, and how many tokens of it are known to be right.
+        self._followed: tuple[int, tuple[int, ...], int] = (sys.maxsize, (), 0)
 
     @property
     def can_draft(self) -> bool:
@@ -243,16 +244,20 @@ class Planner:
     def follow_lookup(self, tokens: Sequence[int]) -> None:
         """Compare what lookup proposed with the text; `tokens`: as it is now. A device does the same with its rows.
 
-        So it is known what lookup alone would bring, whatever a round has verified.
+        So it is known what lookup alone would bring, whatever a round has verified. Each depth counts as soon as it is
+        decided: otherwise long runs of right tokens would be noticed last.
         """
-        start, proposed = self._followed
-        came = tokens[start:]
-        right = next((at for at, (one, other) in enumerate(zip(came, proposed, strict=False)) if one != other), None)
-        if right is None and len(came) < len(proposed):
-            return  # it is right so far
-        if came:
-            self.learning.record_lookup(len(proposed) if right is None else right)
-        self._followed = len(tokens), self.look_up()[1]
+        start, proposed, right = self._followed
+        came = tokens[start : start + len(proposed)]
+        while right < len(came) and came[right] == proposed[right]:
+            self.learning.record_lookup(right, True)
+            right += 1
+        if right == len(came) < len(proposed):
+            self._followed = start, proposed, right  # it is right so far
+            return
+        for depth in range(right, LOOKED) if len(tokens) > start else ():
+            self.learning.record_lookup(depth, False)
+        self._followed = len(tokens), self.look_up()[1], 0
 
     def lane_offer(self, tree: Tree, uncomputed: int) -> LaneOffer | None:
         """Offer to draft before the verify; None: there is nothing to offer.
