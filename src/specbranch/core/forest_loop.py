@@ -14,7 +14,14 @@ from statistics import fmean
 from typing import Protocol, runtime_checkable
 
 from specbranch.core.forest import ForestOrders, ForestPlan, ForestReport, ForestWish
-from specbranch.core.forest_plan import FEW_SESSIONS, MOST_FOREST_SESSIONS, PROBE_ROUNDS, catch_up_seconds, forest_plan, probing
+from specbranch.core.forest_plan import (
+    FEW_SESSIONS,
+    MOST_FOREST_SESSIONS,
+    PLAN_ROUNDS,
+    catch_up_seconds,
+    forest_plan,
+    probing,
+)
 from specbranch.core.members import Member
 from specbranch.core.orders import Orders, Prefill, Reports, Span, Verdict
 from specbranch.core.plain_loop import PLAIN_ORDERS, PlainHost
@@ -26,8 +33,6 @@ from specbranch.core.trees import Tree, chosen
 from specbranch.errors import SpecBranchError, not_finite
 
 log = logging.getLogger("specbranch")
-
-PLAN_EVERY = 8  # rounds of the same sessions after which they are planned anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +179,7 @@ class ForestLoop:
                 catching_up += seconds * share_of_catching_up(session.room)
         plan = forest_plan(list(wishes.values()), context, len(sessions), catching_up)
         probe = probing(plan, list(wishes.values()), context)
-        self._plan = (numbers, PLAN_EVERY, plan) if probe is None else (numbers, PROBE_ROUNDS, probe)
+        self._plan = numbers, PLAN_ROUNDS - 1, probe or plan
         return self._plan[2]
 
     def _deliver(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from statistics import fmean, median_low
 
 from specbranch.core.costs import Costs
@@ -32,7 +33,8 @@ LEAST_GAIN = 1.05  # times plain decoding that a batch has to be expected to gai
 # decoding's rate, and whole batches end later: the verify has more rows than are free, and the host is busy.
 MOST_FOREST_SESSIONS = 16
 FEW_SESSIONS = 4  # up to so many their methods hear of each round, and a burst of prompts does not interrupt them
-PROBE_ROUNDS = 4  # rounds of a probe: the draft is asked where it is not expected to pay
+PLAN_ROUNDS = 4  # rounds for which a plan holds, or a probe: the draft is asked where it is not expected to pay
+NOTHING_MORE = (0.0,) * NODES[-1]
 
 
 def forest_plan(
@@ -50,16 +52,22 @@ def forest_plan(
     middle = median_low([(wish.right, wish.covered) for wish in drafting]) if drafting else (0.0, 0.0)
     sizes = [(nodes, rows) for nodes in NODES if (rows := sessions + nodes * len(wishes)) <= MOST_ROWS]
     beside = costs.factor * costs.forest.beside
-    verifies = [(nodes, costs.target_seconds(rows, context) + beside) for nodes, rows in sizes]
+    verifies = [(nodes, max(costs.target_seconds(rows, context) + beside, 1e-12)) for nodes, rows in sizes]
+    count = len(wishes)
     best = (0.0, 0, 0, 0)
+    beyond = _beyond(*middle, looked)
     for lanes, step in [(0, 0.0), *_lanes(drafting, context)]:
         once = catching_up if lanes else 0.0
+        drafted = _drafted(round(middle[0], 2), round(middle[1], 2), lanes) if lanes else ()
         for steps in STEPS[1:] if lanes else STEPS[:1]:
-            reaches = _reaches(*middle, steps, lanes, looked)
-            launched = steps + _lead(steps, step / costs.forest.drafting, sessions)
+            found = sorted([*drafted[steps - 1], *beyond[:steps], *looked[steps:]], reverse=True) if steps else looked
+            reaches = [0.0, *accumulate(found[: NODES[-1]])]
+            spent = once + step * (steps + _lead(steps, step / costs.forest.drafting, sessions))
             for nodes, verify in verifies:
-                tokens = sessions + len(wishes) * sum(reaches[:nodes])
-                best = max(best, (tokens / max(verify + launched * step + once, 1e-12), -steps, nodes, lanes))
+                tokens = sessions + len(wishes) * reaches[min(nodes, len(reaches) - 1)]
+                rate = tokens / max(verify + spent, 1e-12)
+                if rate >= best[0]:
+                    best = max(best, (rate, -steps, nodes, lanes))
     rate, steps, nodes, lanes = best
     plain = sessions / max(costs.target_seconds(sessions, context), 1e-12)
     if sessions > 1 and rate <= LEAST_GAIN * plain:
@@ -94,7 +102,7 @@ def probing(plan: ForestPlan, wishes: Sequence[ForestWish], context: float) -> F
     if plan.steps + plan.more or not drafting:
         return None
     lanes, step = _lanes(drafting, context)[0]
-    if not drafting[0].pay_probe(PROBE_ROUNDS * step):
+    if not drafting[0].pay_probe(PLAN_ROUNDS * step):
         return None
     growth = (
         _growth(drafting[0], lanes, NO_PRICE, 1)
@@ -126,15 +134,12 @@ def _growth(wish: ForestWish, lanes: int, price: float, nodes: int) -> Growth:
     return replace(wish.growth, step=(price,) * lanes, lanes=lanes, free_time=0.0, rows=nodes, row_price=0.0)
 
 
-def _reaches(right: float, covered: float, steps: int, lanes: int, looked: Sequence[float]) -> list[float]:
-    """Return what nodes of a tree bring after so many draft steps, best first; looked-up tokens are beside them.
+def _beyond(right: float, covered: float, looked: Sequence[float]) -> list[float]:
+    """Return what looked-up tokens bring, by depth, that the draft's nodes of that depth have not.
 
-    `looked`: how often lookup is right, by depth. It brings what the draft's nodes of that depth have not.
+    `looked`: how often lookup is right, by depth.
     """
-    if not steps:
-        return list(looked)
-    beyond = [share * (1.0 - covered * right**at) if at < steps else share for at, share in enumerate(looked)]
-    return sorted([*_drafted(round(right, 2), round(covered, 2), lanes)[steps - 1], *beyond], reverse=True)
+    return [share * (1.0 - covered * right**at) for at, share in enumerate(looked)]
 
 
 @lru_cache(maxsize=512)
