@@ -34,12 +34,9 @@ LEAST_GAIN = 1.05  # times plain decoding that a batch has to be expected to gai
 MOST_FOREST_SESSIONS = 16
 FEW_SESSIONS = 4  # up to so many their methods hear of each round, and a burst of prompts does not interrupt them
 PLAN_ROUNDS = 4  # rounds for which a plan holds, or a probe: the draft is asked where it is not expected to pay
-NOTHING_MORE = (0.0,) * NODES[-1]
 
 
-def forest_plan(
-    wishes: Sequence[ForestWish], context: float, sessions: int, catching_up: float = 0.0
-) -> ForestPlan:
+def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int, catching_up: float = 0.0) -> ForestPlan:
     """Plan a round of so many sessions, some of which have wishes; `context`: tokens of a session, on average.
 
     `catching_up`: seconds that each round with draft steps pays of what the draft has to compute first.
@@ -48,26 +45,23 @@ def forest_plan(
         return ForestPlan(0, 0, sessions)
     costs, drafting = wishes[0].costs, _drafting(wishes)
     looks = next((wish.looks for wish in wishes if wish.looks is not None), None)
-    looked = [fmean(depth) for depth in zip(*[wish.looked for wish in wishes], strict=True)]
+    looked = [fmean(depth) for depth in zip(*[wish.looked for wish in wishes], strict=True)] or [0.0] * NODES[-1]
     middle = median_low([(wish.right, wish.covered) for wish in drafting]) if drafting else (0.0, 0.0)
     sizes = [(nodes, rows) for nodes in NODES if (rows := sessions + nodes * len(wishes)) <= MOST_ROWS]
     beside = costs.factor * costs.forest.beside
     verifies = [(nodes, max(costs.target_seconds(rows, context) + beside, 1e-12)) for nodes, rows in sizes]
-    count = len(wishes)
-    best = (0.0, 0, 0, 0)
+    count, best = len(wishes), (0.0, 0, 0, 0)
     beyond = _beyond(*middle, looked)
     for lanes, step in [(0, 0.0), *_lanes(drafting, context)]:
         once = catching_up if lanes else 0.0
         drafted = _drafted(round(middle[0], 2), round(middle[1], 2), lanes) if lanes else ()
         for steps in STEPS[1:] if lanes else STEPS[:1]:
             found = sorted([*drafted[steps - 1], *beyond[:steps], *looked[steps:]], reverse=True) if steps else looked
-            reaches = [0.0, *accumulate(found[: NODES[-1]])]
+            reaches = [0.0, *accumulate(found)]
             spent = once + step * (steps + _lead(steps, step / costs.forest.drafting, sessions))
-            for nodes, verify in verifies:
-                tokens = sessions + len(wishes) * reaches[min(nodes, len(reaches) - 1)]
-                rate = tokens / max(verify + spent, 1e-12)
-                if rate >= best[0]:
-                    best = max(best, (rate, -steps, nodes, lanes))
+            rates = [(sessions + count * reaches[nodes]) / (verify + spent) for nodes, verify in verifies]
+            if (top := max(rates)) >= best[0]:
+                best = max(best, (top, -steps, verifies[rates.index(top)][0], lanes))
     rate, steps, nodes, lanes = best
     plain = sessions / max(costs.target_seconds(sessions, context), 1e-12)
     if sessions > 1 and rate <= LEAST_GAIN * plain:

@@ -1,8 +1,8 @@
 """How many looked-up tokens to verify in one round: those that are left wait for the next, if the first ones are right.
 
 Owns a small dynamic program over the tokens of one proposal, as pure arithmetic. Does not own acceptance rates
-(`experience.py`) or prices (`costs.py`, `planner.py`). Invariant: rows that are not likely to be right are verified only
-if they save more than the one round in which they could be verified later, behind a longer match.
+(`experience.py`) or prices (`costs.py`, `planner.py`). Invariant: doubtful tokens are verified only if they save more
+than the one round in which they could be verified later, behind a longer match.
 """
 
 from __future__ import annotations

@@ -171,11 +171,10 @@ class Planner:
         return self._ngrams.find(LOOKED, behind) if self._ngrams else (0, ())
 
     def worth_verifying(self, words: int, tokens: tuple[int, ...], tree: Tree = NO_TREE) -> tuple[int, ...]:
-        """Return the looked-up tokens that are worth a row now, behind a match of `words` tokens; none: a plain round is
-        better.
+        """Return the looked-up tokens that are worth a row now, behind a match of `words` tokens.
 
-        The host's part of both rounds counts. A run that turns out to be right goes on in the next round, behind a
-        longer match.
+        None: a plain round is better, the host's part of both included. A run that turns out to be right goes on in the
+        next round, behind a longer match.
         """
         if not tokens:
             return ()
@@ -184,7 +183,10 @@ class Planner:
         size, added = self._batch_size, max(self.costs.gap("lookup") - self.costs.gap("plain"), 0.0)
         rounds = [self.target_seconds(size * rows) for rows in range(1, min(len(tokens), self._most_rows - 1) + 2)]
         plain = rounds[0] + self.costs.host
-        prices = [self.rate * (plain + (seconds - rounds[0]) + added * bool(rows)) - 1.0 for rows, seconds in enumerate(rounds)]
+        prices = [
+            self.rate * (plain + (seconds - rounds[0]) + added * bool(rows)) - 1.0
+            for rows, seconds in enumerate(rounds)
+        ]
         return tokens[: looked_rows(chances, prices)]
 
     def chance_of_lookup(self, words: int, tokens: tuple[int, ...]) -> float:

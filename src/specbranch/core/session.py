@@ -66,7 +66,9 @@ class Session:
         self.now = 0.0  # when its last round ended, on the executor's clock
         self.launched = False  # a device computes its next token already
         self.in_forest = False  # a device can grow and verify its trees, see `core/forest.py`
-        self.drafted_length = request.prompt_length  # tokens that the draft has computed in such rounds, prompt included
+        self.drafted_length = (
+            request.prompt_length
+        )  # tokens that the draft has computed in such rounds, prompt included
         self.waited = 0.0  # seconds of rounds that ran without it; see `take_waited`
         self.state: State | None = request.constraint.start() if request.constraint else None  # of its grammar
         self._rounds: list[ForestRound] = []  # of which its method has not heard
