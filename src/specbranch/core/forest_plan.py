@@ -63,10 +63,10 @@ def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int, cat
             if (top := max(rates)) >= best[0]:
                 best = max(best, (top, -steps, verifies[rates.index(top)][0], lanes))
     rate, steps, nodes, lanes = best
-    plain = sessions / max(costs.target_seconds(sessions, context), 1e-12)
+    plain_seconds = max(costs.target_seconds(sessions, context) + costs.gap("plain", sessions), 1e-12)
+    plain = sessions / plain_seconds
     if sessions > 1 and rate <= LEAST_GAIN * plain:
-        seconds = costs.target_seconds(sessions, context)
-        return ForestPlan(0, 0, sessions, gain=seconds / max(seconds + beside, 1e-12))
+        return ForestPlan(0, 0, sessions, gain=plain_seconds / verifies[0][1])
     wish = next((wish for wish in drafting if (wish.right, wish.covered) == middle), wishes[0])
     steps, more, price, lead = -steps, 0, NO_PRICE, 0
     if steps and sessions <= ASKING_SESSIONS:
