@@ -20,7 +20,7 @@ FREE = ("docs/log.md",)  # what was written once stays as it is
 CONSTANT_ROW = re.compile(r"^\| `(\w+)` \| `([A-Z_]+)` \| `(.+?)` \|", re.MULTILINE)  # module, name, value
 # modules of core/ whose constants are in a table
 PLANNING = (
-    *("way_choice", "planner", "draft_gain", "learning", "drift"),
+    *("way_choice", "planner", "draft_gain", "lookup_gain", "learning", "drift"),
     *("goodput", "round_clock", "costs", "cost_curves", "experience", "market", "rehearsal"),
     "forest_plan",
 )

@@ -150,7 +150,7 @@ def test_each_draft_step_counts_for_the_report_it_ended_before(
         return replace(forest_plan(*given), steps=steps, more=more)
 
     monkeypatch.setattr("specbranch.core.forest_loop.forest_plan", planned)
-    monkeypatch.setattr("specbranch.core.forest_loop.PLAN_EVERY", 0)
+    monkeypatch.setattr("specbranch.core.forest_loop.PLAN_ROUNDS", 1)
     works, session = executor(decoders), session_of(1, some_tokens(40, seed=1), max_tokens=80, ignore_eos=True)
     reported: list[list[int] | None] = []
     decode = works.decode_forest

@@ -115,13 +115,13 @@ class ForestCosts:
     def observe(self, whole: float, verify: float, drafts: float) -> None:
         """Take in a round; `verify` and `drafts`: what its forwards took at load."""
         self._seen[drafts > 0.0] += 1
-        left = whole - verify
+        left, before = whole - verify, self.beside
+        explained = left  # what is beside the verify, by these draft steps
         if drafts > 0.0:
-            ratio = (left - self.beside) / drafts
-            self._drafts.add(min(max(ratio, LEAST_OF_LOAD), MOST_OF_LOAD))
-            left -= MOST_OF_LOAD * drafts
-        if drafts == 0.0 or left > self.beside:  # draft steps alone do not explain that
-            self._beside.add(min(max(left, 0.0), MOST_BESIDE * verify))
+            self._drafts.add(min(max((left - before) / drafts, LEAST_OF_LOAD), MOST_OF_LOAD))
+            explained = min(max(before, left - MOST_OF_LOAD * drafts), left - LEAST_OF_LOAD * drafts)
+        if drafts == 0.0 or explained != before:  # draft steps alone do not explain that
+            self._beside.add(min(max(explained, 0.0), MOST_BESIDE * verify))
 
 
 def seconds_at(points: CostPoints, rows: int, slope: float) -> float:

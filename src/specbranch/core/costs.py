@@ -293,7 +293,7 @@ class MeasuredCosts:
                 if not self._ratios:  # a single round may be slow because a draft has caught up
                     self._ratios.extend([1.0] * FACTOR_RUNS)
                 self._follow(whole, expected, not drafts)
-            self.forest.observe(whole / self.factor, verify, drafts)
+            self.forest.observe(whole / max(self.factor, 1.0), verify, drafts)
 
     def _modelled(self, verifying: Span | None, steps: list[int]) -> float | None:
         """Return the seconds of a run's forwards, as they were timed at load; None: some were not."""
@@ -330,6 +330,8 @@ class MeasuredCosts:
             recent.add(whole / self.factor - modelled)
         elif kind == "plain":
             self._follow(whole, modelled + recent.median, True)
+            if self.factor < 1.0:  # not the machine got faster: its first runs were slow
+                recent.add(whole - modelled)
         self._fade(at)
 
     def _fade(self, seen: tuple[RunKind, int]) -> None:

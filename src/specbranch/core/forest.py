@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # costs are learned from orders, which contain wishes
     from specbranch.core.costs import Costs
 
 FOREST_VARIABLE = "SPECBRANCH_FOREST"  # 0: no device goes from verify to verify by itself; 1: also a CPU, for tests
+FEW_UNCOMPUTED = 8  # committed tokens that draft steps of such a round compute on the way
 NgramSizes = tuple[int, int]  # tokens of the longest and of the shortest n-gram
 ForestEnd = Literal["stop", "length", "not finite"]
 

@@ -14,10 +14,18 @@ from statistics import fmean
 from typing import Protocol, runtime_checkable
 
 from specbranch.core.forest import ForestOrders, ForestPlan, ForestReport, ForestWish
-from specbranch.core.forest_plan import FEW_SESSIONS, MOST_FOREST_SESSIONS, PROBE_ROUNDS, forest_plan, probing
+from specbranch.core.forest_plan import (
+    FEW_SESSIONS,
+    MOST_FOREST_SESSIONS,
+    PLAN_ROUNDS,
+    catch_up_seconds,
+    forest_plan,
+    probing,
+)
 from specbranch.core.members import Member
 from specbranch.core.orders import Orders, Prefill, Reports, Span, Verdict
 from specbranch.core.plain_loop import PLAIN_ORDERS, PlainHost
+from specbranch.core.planner import share_of_catching_up
 from specbranch.core.prefill_budget import Prefills
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
@@ -25,8 +33,6 @@ from specbranch.core.trees import Tree, chosen
 from specbranch.errors import SpecBranchError, not_finite
 
 log = logging.getLogger("specbranch")
-
-PLAN_EVERY = 8  # rounds of the same sessions after which they are planned anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,9 @@ class ForestLoop:
             meanwhile,
         )
         self._launched = frozenset()  # if the round fails or is interrupted, nothing is launched
+        if plan.steps + plan.more:
+            for number in orders.drafting:
+                self._host.members[number].session.drafted_length = len(orders.texts[number])
         try:
             reading = {number: order.prefill for number, order in prefills.items() if order.prefill is not None}
             return self._executor.decode_forest(orders, reading)
@@ -163,9 +172,14 @@ class ForestLoop:
             self._plan = numbers, self._plan[1] - 1, self._plan[2]
             return self._plan[2]
         context = fmean(len(session.tokens) for session in sessions)
-        plan = forest_plan(list(wishes.values()), context, len(sessions))
+        catching_up = 0.0
+        for session in sessions:
+            if (wish := wishes.get(session.number)) is not None and wish.drafts:
+                seconds = catch_up_seconds(wish.costs, session.undrafted, context)
+                catching_up += seconds * share_of_catching_up(session.room)
+        plan = forest_plan(list(wishes.values()), context, len(sessions), catching_up)
         probe = probing(plan, list(wishes.values()), context)
-        self._plan = (numbers, PLAN_EVERY, plan) if probe is None else (numbers, PROBE_ROUNDS, probe)
+        self._plan = numbers, PLAN_ROUNDS - 1, probe or plan
         return self._plan[2]
 
     def _deliver(

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from statistics import fmean, median_low
 
-from specbranch.core.forest import ForestPlan, ForestWish
+from specbranch.core.costs import Costs
+from specbranch.core.forest import FEW_UNCOMPUTED, ForestPlan, ForestWish
 from specbranch.core.market import MOST_LANES, MOST_ROWS
 from specbranch.core.trees import Growth
 
@@ -31,33 +33,40 @@ LEAST_GAIN = 1.05  # times plain decoding that a batch has to be expected to gai
 # decoding's rate, and whole batches end later: the verify has more rows than are free, and the host is busy.
 MOST_FOREST_SESSIONS = 16
 FEW_SESSIONS = 4  # up to so many their methods hear of each round, and a burst of prompts does not interrupt them
-PROBE_ROUNDS = 4  # rounds of a probe: the draft is asked where it is not expected to pay
+PLAN_ROUNDS = 4  # rounds for which a plan holds, or a probe: the draft is asked where it is not expected to pay
 
 
-def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> ForestPlan:
-    """Plan a round of so many sessions, some of which have wishes; `context`: tokens of a session, on average."""
+def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int, catching_up: float = 0.0) -> ForestPlan:
+    """Plan a round of so many sessions, some of which have wishes; `context`: tokens of a session, on average.
+
+    `catching_up`: seconds that each round with draft steps pays of what the draft has to compute first.
+    """
     if not wishes or not wishes[0].costs.knows_target or sessions > MOST_FOREST_SESSIONS:
         return ForestPlan(0, 0, sessions)
     costs, drafting = wishes[0].costs, _drafting(wishes)
     looks = next((wish.looks for wish in wishes if wish.looks is not None), None)
-    looked = [fmean(depth) for depth in zip(*[wish.looked for wish in wishes], strict=True)]
+    looked = [fmean(depth) for depth in zip(*[wish.looked for wish in wishes], strict=True)] or [0.0] * NODES[-1]
     middle = median_low([(wish.right, wish.covered) for wish in drafting]) if drafting else (0.0, 0.0)
     sizes = [(nodes, rows) for nodes in NODES if (rows := sessions + nodes * len(wishes)) <= MOST_ROWS]
     beside = costs.factor * costs.forest.beside
-    verifies = [(nodes, costs.target_seconds(rows, context) + beside) for nodes, rows in sizes]
-    best = (0.0, 0, 0, 0)
+    verifies = [(nodes, max(costs.target_seconds(rows, context) + beside, 1e-12)) for nodes, rows in sizes]
+    count, best = len(wishes), (0.0, 0, 0, 0)
+    beyond = _beyond(*middle, looked)
     for lanes, step in [(0, 0.0), *_lanes(drafting, context)]:
+        once = catching_up if lanes else 0.0
+        drafted = _drafted(round(middle[0], 2), round(middle[1], 2), lanes) if lanes else ()
         for steps in STEPS[1:] if lanes else STEPS[:1]:
-            reaches = _reaches(*middle, steps, lanes, looked)
-            launched = steps + _lead(steps, step / costs.forest.drafting, sessions)
-            for nodes, verify in verifies:
-                tokens = sessions + len(wishes) * sum(reaches[:nodes])
-                best = max(best, (tokens / max(verify + launched * step, 1e-12), -steps, nodes, lanes))
+            found = sorted([*drafted[steps - 1], *beyond[:steps], *looked[steps:]], reverse=True) if steps else looked
+            reaches = [0.0, *accumulate(found)]
+            spent = once + step * (steps + _lead(steps, step / costs.forest.drafting, sessions))
+            rates = [(sessions + count * reaches[nodes]) / (verify + spent) for nodes, verify in verifies]
+            if (top := max(rates)) >= best[0]:
+                best = max(best, (top, -steps, verifies[rates.index(top)][0], lanes))
     rate, steps, nodes, lanes = best
-    plain = sessions / max(costs.target_seconds(sessions, context), 1e-12)
+    plain_seconds = max(costs.target_seconds(sessions, context) + costs.gap("plain", sessions), 1e-12)
+    plain = sessions / plain_seconds
     if sessions > 1 and rate <= LEAST_GAIN * plain:
-        seconds = costs.target_seconds(sessions, context)
-        return ForestPlan(0, 0, sessions, gain=seconds / max(seconds + beside, 1e-12))
+        return ForestPlan(0, 0, sessions, gain=plain_seconds / verifies[0][1])
     wish = next((wish for wish in drafting if (wish.right, wish.covered) == middle), wishes[0])
     steps, more, price, lead = -steps, 0, NO_PRICE, 0
     if steps and sessions <= ASKING_SESSIONS:
@@ -66,6 +75,11 @@ def forest_plan(wishes: Sequence[ForestWish], context: float, sessions: int) -> 
         steps, more, price = 1, MOST_DRAFT_STEPS - 1, rate * costs.forest.drafting * alone / len(drafting)
     growth = _growth(wish, max(lanes, 1), price, max(nodes, 1))
     return ForestPlan(steps, more, sessions + nodes * len(wishes), growth, looks, rate / plain, lead)
+
+
+def catch_up_seconds(costs: Costs, uncomputed: int, context: float) -> float:
+    """Return the seconds in which a draft computes so many tokens of a session; a few of them come on the way."""
+    return costs.draft_seconds(uncomputed, context) if uncomputed > FEW_UNCOMPUTED and costs.knows_draft else 0.0
 
 
 def _lead(steps: int, alone: float, sessions: int) -> int:
@@ -82,7 +96,7 @@ def probing(plan: ForestPlan, wishes: Sequence[ForestWish], context: float) -> F
     if plan.steps + plan.more or not drafting:
         return None
     lanes, step = _lanes(drafting, context)[0]
-    if not drafting[0].pay_probe(PROBE_ROUNDS * step):
+    if not drafting[0].pay_probe(PLAN_ROUNDS * step):
         return None
     growth = (
         _growth(drafting[0], lanes, NO_PRICE, 1)
@@ -114,15 +128,12 @@ def _growth(wish: ForestWish, lanes: int, price: float, nodes: int) -> Growth:
     return replace(wish.growth, step=(price,) * lanes, lanes=lanes, free_time=0.0, rows=nodes, row_price=0.0)
 
 
-def _reaches(right: float, covered: float, steps: int, lanes: int, looked: Sequence[float]) -> list[float]:
-    """Return what nodes of a tree bring after so many draft steps, best first; looked-up tokens are beside them.
+def _beyond(right: float, covered: float, looked: Sequence[float]) -> list[float]:
+    """Return what looked-up tokens bring, by depth, that the draft's nodes of that depth have not.
 
-    `looked`: how often lookup is right, by depth. It brings what the draft's nodes of that depth have not.
+    `looked`: how often lookup is right, by depth.
     """
-    if not steps:
-        return list(looked)
-    beyond = [share * (1.0 - covered * right**at) if at < steps else share for at, share in enumerate(looked)]
-    return sorted([*_drafted(round(right, 2), round(covered, 2), lanes)[steps - 1], *beyond], reverse=True)
+    return [share * (1.0 - covered * right**at) for at, share in enumerate(looked)]
 
 
 @lru_cache(maxsize=512)

@@ -7,6 +7,8 @@ alone.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from specbranch.core.arms import Arm, ArmRound
 from specbranch.core.drift import DRIFT_KEPT, Drift
 from specbranch.core.experience import Experience
@@ -35,7 +37,8 @@ class Learning:
         self._learns = learns
         self._drafted, self._looked = Drift(), Drift()
         self._judged = self._hit = self._covered = 0.0  # positions of the latest tokens that the draft has scored
-        self._looks, self._looked_right = 0.0, [0.0] * len(self.insight.looked_by_depth)  # of the present text
+        depths = len(self.insight.looked_by_depth)
+        self._looks, self._looked_right = [0.0] * depths, [0.0] * depths  # by depth, of the present text
         self.drift = 0.0  # of drafted tokens in the present text, in log-odds
         self.chances = self.insight.chances()
         self._promised: float | None = None  # tokens beyond its price that a draft of this round promised
@@ -97,19 +100,18 @@ class Learning:
         covered = (self._covered + USUAL_POSITIONS * insight.covered) / count
         return min(right, 0.99), min(max(covered, right), 0.995)
 
-    def record_lookup(self, tokens: int) -> None:
-        """Learn how many tokens lookup alone was right for, from one place of the text on."""
+    def record_lookup(self, depth: int, right: bool) -> None:
+        """Learn whether lookup alone was right for so many tokens more than `depth`, from one place of the text on."""
         usual = self.insight.looked_by_depth
-        self._looks = LOOKS_KEPT * self._looks + 1.0
-        for at, share in enumerate(usual):
-            self._looked_right[at] = LOOKS_KEPT * self._looked_right[at] + (tokens > at)
-            usual[at] = share + LOOKED_PACE * ((tokens > at) - share)
+        self._looks[depth] = LOOKS_KEPT * self._looks[depth] + 1.0
+        self._looked_right[depth] = LOOKS_KEPT * self._looked_right[depth] + right
+        usual[depth] += LOOKED_PACE * (right - usual[depth])
 
     def lookup_in_text(self) -> tuple[float, ...]:
-        """Return how often lookup is right in the present text, by depth."""
-        count, usual = self._looks + USUAL_LOOKS, self.insight.looked_by_depth
-        pairs = zip(self._looked_right, usual, strict=True)
-        return tuple([(right + USUAL_LOOKS * share) / count for right, share in pairs])
+        """Return how often lookup is right in the present text, by depth; never more often than for fewer tokens."""
+        counts = zip(self._looks, self._looked_right, self.insight.looked_by_depth, strict=True)
+        shares = [(right + USUAL_LOOKS * share) / (looks + USUAL_LOOKS) for looks, right, share in counts]
+        return tuple(accumulate(shares, min))
 
     def pass_round(self, tree: Tree, path: list[int], taken: int) -> None:
         """Let a round pass whose verdict is not learned from, except how many tokens lookup brought."""

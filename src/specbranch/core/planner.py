@@ -22,6 +22,7 @@ from specbranch.core.experience import Experience, Pace
 from specbranch.core.forest import ForestWish, NgramSizes
 from specbranch.core.learning import Learning
 from specbranch.core.lookup import Lookup
+from specbranch.core.lookup_gain import looked_rows
 from specbranch.core.market import ONCE, LaneGrant, LaneOffer, RowGrant, RowOffer, pays_alone, profit_price, step_prices
 from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, likeliest_nodes
@@ -104,7 +105,8 @@ class Planner:
         self._gain: tuple[tuple[int, ...], float] = ((), 0.0)  # of drafting, and what it was computed for
         self._row = 0.0  # price of one more row to verify, in tokens
         self._made_growth: Growth | None = None
-        self._followed: tuple[int, tuple[int, ...]] = (sys.maxsize, ())  # where lookup has proposed, and what
+        # Where lookup has proposed, what, and how many tokens of it are known to be right.
+        self._followed: tuple[int, tuple[int, ...], int] = (sys.maxsize, (), 0)
 
     @property
     def can_draft(self) -> bool:
@@ -168,17 +170,24 @@ class Planner:
         """Return the length of the match that lookup finds after the text and `behind`, and the tokens behind it."""
         return self._ngrams.find(LOOKED, behind) if self._ngrams else (0, ())
 
-    def lookup_pays(self, words: int, tokens: tuple[int, ...]) -> bool:
-        """True if verifying looked-up tokens brings more than a plain round, the host's part of both included."""
+    def worth_verifying(self, words: int, tokens: tuple[int, ...], tree: Tree = NO_TREE) -> tuple[int, ...]:
+        """Return the looked-up tokens that are worth a row now, behind a match of `words` tokens.
+
+        None: a plain round is better, the host's part of both included. A run that turns out to be right goes on in the
+        next round, behind a longer match.
+        """
         if not tokens:
-            return False
-        growing = GrowingTree(NO_TREE)
-        growing.graft(tokens, words, self.learning.chances)
-        plain, promised, best = self.target_seconds(1), 0.0, 0.0
-        for rows, node in enumerate(growing.tree().nodes[: self._most_rows - 1], 2):
-            promised += node.reach
-            best = max(best, promised - self.rate * (self.target_seconds(rows) - plain))
-        return best > max(self.rate * (self.costs.gap("lookup") - self.costs.gap("plain")), 0.0)
+            return ()
+        growing = GrowingTree(tree)
+        chances = growing.graft(tokens, words, self.learning.chances)
+        size, added = self._batch_size, max(self.costs.gap("lookup") - self.costs.gap("plain"), 0.0)
+        rounds = [self.target_seconds(size * rows) for rows in range(1, min(len(tokens), self._most_rows - 1) + 2)]
+        plain = rounds[0] + self.costs.host
+        prices = [
+            self.rate * (plain + (seconds - rounds[0]) + added * bool(rows)) - 1.0
+            for rows, seconds in enumerate(rounds)
+        ]
+        return tokens[: looked_rows(chances, prices)]
 
     def chance_of_lookup(self, words: int, tokens: tuple[int, ...]) -> float:
         """Return the probability that the first of some looked-up tokens is right, if the draft has not scored it."""
@@ -189,6 +198,8 @@ class Planner:
         words, tokens = self.look_up()
         if not tokens:
             return tree
+        # At least one: the verdict says whether it would have been right, at no cost if it is not verified.
+        tokens = self.worth_verifying(words, tokens, tree) or tokens[:1]
         growing = GrowingTree(tree)
         growing.graft(tokens, words, self.learning.chances)
         return growing.tree()
@@ -223,7 +234,7 @@ class Planner:
         offer = self.first_offer(1.0 - chance, uncomputed + len(behind)) if self.knows_draft else None
         if offer is not None and pays_alone(offer):
             return "draft"
-        return tokens if self.lookup_pays(words, tokens) else None
+        return self.worth_verifying(words, tokens) or None
 
     def forest_wish(self) -> ForestWish:
         """Return what a device needs to know that grows and verifies the trees of this session."""
@@ -235,16 +246,20 @@ class Planner:
     def follow_lookup(self, tokens: Sequence[int]) -> None:
         """Compare what lookup proposed with the text; `tokens`: as it is now. A device does the same with its rows.
 
-        So it is known what lookup alone would bring, whatever a round has verified.
+        So it is known what lookup alone would bring, whatever a round has verified. Each depth counts as soon as it is
+        decided: otherwise long runs of right tokens would be noticed last.
         """
-        start, proposed = self._followed
-        came = tokens[start:]
-        right = next((at for at, (one, other) in enumerate(zip(came, proposed, strict=False)) if one != other), None)
-        if right is None and len(came) < len(proposed):
-            return  # it is right so far
-        if came:
-            self.learning.record_lookup(len(proposed) if right is None else right)
-        self._followed = len(tokens), self.look_up()[1]
+        start, proposed, right = self._followed
+        came = tokens[start : start + len(proposed)]
+        while right < len(came) and came[right] == proposed[right]:
+            self.learning.record_lookup(right, True)
+            right += 1
+        if right == len(came) < len(proposed):
+            self._followed = start, proposed, right  # it is right so far
+            return
+        for depth in range(right, LOOKED) if len(tokens) > start else ():
+            self.learning.record_lookup(depth, False)
+        self._followed = len(tokens), self.look_up()[1], 0
 
     def lane_offer(self, tree: Tree, uncomputed: int) -> LaneOffer | None:
         """Offer to draft before the verify; None: there is nothing to offer.

@@ -66,6 +66,9 @@ class Session:
         self.now = 0.0  # when its last round ended, on the executor's clock
         self.launched = False  # a device computes its next token already
         self.in_forest = False  # a device can grow and verify its trees, see `core/forest.py`
+        self.drafted_length = (
+            request.prompt_length
+        )  # tokens that the draft has computed in such rounds, prompt included
         self.waited = 0.0  # seconds of rounds that ran without it; see `take_waited`
         self.state: State | None = request.constraint.start() if request.constraint else None  # of its grammar
         self._rounds: list[ForestRound] = []  # of which its method has not heard
@@ -88,6 +91,11 @@ class Session:
     def unsent(self) -> int:
         """How many committed tokens no draft order has contained yet."""
         return len(self.tokens) - self._sent["draft"]
+
+    @property
+    def undrafted(self) -> int:
+        """How many tokens of the answer the draft has to compute before it can work in a round of the forest."""
+        return len(self.tokens) - self.drafted_length
 
     def draft(self, plan: Plan, pending: Branch = NOTHING) -> Draft | None:
         """Order a draft behind the pending chain, clipped to what can still be emitted; None if that is nothing."""

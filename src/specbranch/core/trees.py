@@ -250,10 +250,10 @@ class GrowingTree:
             return 0.0
         return sorted([node.reach for node in self.nodes], reverse=True)[growth.rows - 1]
 
-    def graft(self, tokens: Sequence[int], words: int, chances: Chances) -> None:
+    def graft(self, tokens: Sequence[int], words: int, chances: Chances) -> list[float]:
         """Add looked-up tokens as a path from the root, behind a match of `words` tokens; the match gets longer with
-        each."""
-        nodes, here, reach, scored, new = self.nodes, ROOT, 1.0, self.root_scored, False
+        each. Returns the chance of each token, if those before it are right."""
+        nodes, here, reach, scored, new, path = self.nodes, ROOT, 1.0, self.root_scored, False, list[float]()
         for depth, token in enumerate(tokens, start=1):
             look, known = match_class(words + depth - 1), None
             if not new:  # what is new has no children
@@ -267,6 +267,8 @@ class GrowingTree:
                 nodes[known] = nodes[known]._replace(look=look)
                 self._weigh(known, chances)
                 here, reach, scored = known, nodes[known].reach, nodes[known].scored
+            path.append(nodes[here].chance)
+        return path
 
     def _weigh(self, n: int, chances: Chances) -> None:
         """Set a node's chance and reach by all that is known of it."""

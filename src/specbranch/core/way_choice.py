@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from specbranch.core.forest_plan import forest_plan
+from specbranch.core.forest_plan import catch_up_seconds, forest_plan
 from specbranch.core.goodput import LEAST_TRIAL, Outlook, Way
 from specbranch.core.learning import LookedUp
 from specbranch.core.market import pays_alone
@@ -79,9 +79,12 @@ class WayChoice:
             return Outlook({"plain": 1.0, "planned": 1.0 if self._experience.has_draft else 0.0})
         if session.in_forest:
             wishes = [self._planner.forest_wish()] * batch_size
-            gain = forest_plan(wishes, len(session.tokens), batch_size).gain
+            context = len(session.tokens)
+            once = batch_size * catch_up_seconds(costs, session.undrafted, context)
+            plan = forest_plan(wishes, context, batch_size, once * share_of_catching_up(session.room))
             rate = costs.factor / max(plain, 1e-12)
-            return Outlook({"plain": rate, "planned": gain * rate})
+            change = once / costs.factor if plan.steps else 0.0
+            return Outlook({"plain": rate, "planned": plan.gain * rate}, change)
         looked = insight.looked_tokens
         rows = round(batch_size * (1.0 + 2.0 * looked))
         found = (1.0 + looked) / (costs.target_seconds(rows) + costs.gap("lookup", batch_size))
@@ -104,7 +107,7 @@ class WayChoice:
             return False
         if costs.plain_due:
             return True
-        if planner.lookup_pays(words, tokens):
+        if planner.worth_verifying(words, tokens):
             return False
         if not planner.can_draft:
             return True

@@ -14,7 +14,7 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
-from specbranch.core.forest import ForestOrders, GrowsForests
+from specbranch.core.forest import FEW_UNCOMPUTED, ForestOrders, GrowsForests
 from specbranch.core.forest_loop import ForestReports
 from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.orders import Branch, Context, Drafted, DraftOrder, Grow, Orders, Prefill, Reports, Verdict, Verify
@@ -39,7 +39,6 @@ from specbranch.exec.worker import Worker, never
 log = logging.getLogger("specbranch")
 
 FOREST_PREFILL = 1024  # tokens that a draft prefills in a round of the forest, about
-FEW_UNCOMPUTED = 8  # committed tokens that draft steps of such a round compute on the way
 
 Found = TypeVar("Found")
 

@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from specbranch.core.forest import ForestOrders, ForestPlan, ForestReport
+from specbranch.core.forest import FEW_UNCOMPUTED, ForestOrders, ForestPlan, ForestReport
 from specbranch.core.lookup import Ngrams
 from specbranch.core.market import LEAST
 from specbranch.core.planner import LOOKED
 from specbranch.core.sending import likeliest_nodes
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, GrowingTree, Growth, Tree, below, marked
-from specbranch.exec.serial import FEW_UNCOMPUTED
 from specbranch.lab.regret.toy_pair import Mark, Scripts
 from specbranch.lab.regret.true_costs import Model, TrueCosts
 
