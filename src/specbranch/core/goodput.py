@@ -24,6 +24,7 @@ LEFT_OUT = 4  # rounds after a change that do not count: earlier work ends, and 
 BETTER_WAY = 1.03  # the other way is taken if it is this many times as fast
 BLOCK_TRUST = 0.5  # part of a block's deviation from the model, in logarithms, that is taken over
 LATELY = 3.0  # blocks in what was seen lately of the way that is taken, about
+STILL_LATE = 0.5  # blocks that count of those seen before another way was taken, at most
 UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and just tried
 DOUBT_GROWTH = 0.005  # of the doubt in the way that is not taken, for each block
 KEPT = 0.95  # of the deviation of the way that is not taken, after each block
@@ -199,7 +200,14 @@ class Goodput:
 
     def _ways(self, batch_size: int, outlook: Outlook) -> dict[Way, WaySeen]:
         """Return what is known of both ways at a batch size, with what the model expects now."""
-        ways = self._seen.setdefault(_size(batch_size), {"plain": WaySeen(doubt=SEEN, last=0.0), "planned": WaySeen()})
+        size = _size(batch_size)
+        if size not in self._seen:  # a model that expects too little does so in batches of about that size, too
+            near = [self._seen[one]["planned"].deviation for one in (size - 1, size + 1) if one in self._seen]
+            self._seen[size] = {
+                "plain": WaySeen(doubt=SEEN, last=0.0),
+                "planned": WaySeen(deviation=max([0.0, *near])),
+            }
+        ways = self._seen[size]
         for way, rate in outlook.rates.items():
             ways[way].expected = rate
         return ways
@@ -221,13 +229,14 @@ class Goodput:
         seen_better = other.evidence > BETTER_WAY * now_here
         may_be_better = other.estimate * (1.0 + other.doubt) > BETTER_WAY * now_here
         if seen_better:
+            other.blocks = min(other.blocks, STILL_LATE)
             return _Block(batch_size, _other(before.way), now, LEFT_OUT)
         price = before.round_seconds(clock) * (BLOCK_ROUNDS + LEFT_OUT) * _lost(other.estimate, now_here)
         price += outlook.change if before.way == "plain" else 0.0
         self._saving = price if may_be_better else 0.0
         if may_be_better and price <= (self._credit if other.tried else max(self._credit, 0.0)):
             self._credit -= price
-            other.tried = True
+            other.tried, other.blocks = True, min(other.blocks, STILL_LATE)
             return _Block(batch_size, _other(before.way), now, LEFT_OUT, price, other.estimate)
         unproven = before.price is not None and now_here < other.evidence
         return _Block(batch_size, before.way, now, 0, 0.0 if unproven else None)
