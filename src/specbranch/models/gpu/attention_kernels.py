@@ -16,7 +16,7 @@ leaves its result as it is, to the bit. SOFTCAP bounds scores; 0: none. `sinks` 
 without a value: the own path begins with it.
 """
 
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
 # What Triton compiles has no Python types but constexpr.
 
 import triton
