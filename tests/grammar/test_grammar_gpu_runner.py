@@ -12,7 +12,7 @@ import torch
 
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.experience import Experience
-from specbranch.core.grammar import Allowed, Constraint
+from specbranch.core.grammar import Constraint, Guide, allowed_by
 from specbranch.core.loop import Loop, RoundLimits
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Context, Orders, Reports
@@ -76,7 +76,7 @@ class Slow(GpuRunner):
         texts: Texts,
         going_on: Collection[int],
         verify: VerifyWork | None = None,
-        masks: Mapping[int, Allowed] = NO_MASKS,
+        masks: Mapping[int, Guide] = NO_MASKS,
     ) -> PlainStep | None:
         self.decoded |= set(texts)
         self.beside += len(verify.trials) if verify is not None else 0
@@ -221,8 +221,8 @@ def test_watchers_of_plain_rounds_see_what_a_grammar_allows(decoders: tuple[Any,
 
     def note(orders: Orders, reports: Reports, added: int) -> None:
         assert orders.verify is not None and reports.verdict is not None
-        given = orders.verify.allowed
-        allowed.append(given is not None and given[0] is not None and reports.verdict.token in given[0])
+        given = allowed_by(orders.verify.allowed[0]) if orders.verify.allowed is not None else None
+        allowed.append(given is not None and reports.verdict.token in given)
 
     session.on_round = note
     run(Serial(Verifier(target)), "autoregressive", [session])

@@ -11,7 +11,7 @@ import pytest
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
-from specbranch.core.grammar import Constraint, State, pruned
+from specbranch.core.grammar import Constraint, State, allowed_by, pruned
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Verify
@@ -157,9 +157,9 @@ def check_allowed(session: Session, verify: Verify) -> None:
     paths: list[list[int] | None] = [said]
     for node, token in enumerate(verify.tokens):
         above = paths[verify.parent(node) + 1]
-        assert above is not None and token in verify.allowed[verify.parent(node) + 1]
+        assert above is not None and token in (allowed_by(verify.allowed[verify.parent(node) + 1]) or ())
         paths.append(None if token in ends else [*above, token])
-    for path, allowed in zip(paths, verify.allowed, strict=True):
+    for path, allowed in zip(paths, map(allowed_by, verify.allowed), strict=True):
         if path is not None and allowed is not None:
             accepts = grammar.accepts(path)
             assert set(allowed) == (grammar.allowed(path) - ends) | (ends if accepts else set())

@@ -3,8 +3,9 @@
 Owns the states of one answer, their masks, and what a tree or a chain loses that the grammar forbids. Does not own the
 parsing: a `Parser` does (`grammar/`). A state is a value: `advance` forks it, and each state is computed once, whether
 the draft, the planner or the target asks. One parser serves all states of an answer: it rolls back to their common
-ancestor. Invariants: a state depends on the answer's tokens alone; a token may follow if and only if the state's mask
-has its bit; end tokens may follow only if the grammar accepts the answer so far.
+ancestor. Orders carry states, so a mask is computed when it is needed, which may be while a device computes the logits.
+Invariants: a state depends on the answer's tokens alone; a token may follow if and only if the state's mask has its
+bit; end tokens may follow only if the grammar accepts the answer so far.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class State:
     def check(self) -> None:
         """Raise if nothing may follow, and the answer may not end here either."""
         if self.allowed is not None and _is_empty(self.allowed.bits):
+            self._answer.check()
             reason = self._answer.failure(self)
             raise BadParameter(TOO_COMPLEX.format(what="The answer's grammar", reason=reason) if reason else DEAD_END)
 
@@ -197,14 +199,28 @@ class Parsing:
     def __init__(self, parser: Parser, ends: frozenset[int]) -> None:
         self.ends = ends
         self._parser = parser
+        self._error: Exception | None = None  # of the parser: it knows nothing any more
         self.start = self._at = State(self, None, ROOT)
 
     def look(self, state: State) -> tuple[Mask | None, bool]:
         """Return what may follow in a state, and True if that is nothing but an end token.
 
         End tokens may follow if the grammar accepts. The mask of a dead end is empty; there the answer fails, if the
-        target goes there.
+        target goes there. So it does where the parser has raised: whoever asks for a mask may serve other requests, too.
         """
+        if self._error is None:
+            try:
+                return self._look(state)
+            except Exception as error:
+                self._error = error
+        return Mask(b""), False
+
+    def check(self) -> None:
+        """Raise what the parser has raised."""
+        if self._error is not None:
+            raise self._error
+
+    def _look(self, state: State) -> tuple[Mask | None, bool]:
         self.move(state)
         bits = bytearray(self._parser.mask())
         bits.extend(bytes(max(max(self.ends, default=0) // 8 + 1 - len(bits), 0)))
@@ -253,16 +269,24 @@ def _is_empty(bits: bytes | bytearray) -> bool:
     return bits.count(0) == len(bits)
 
 
-def allowed_in_tree(state: State, tokens: Sequence[int], parents: Sequence[int] | None) -> tuple[Allowed | None, ...]:
-    """Return the tokens allowed behind the root, then behind each node of a tree; `parents` as in `Verify`.
+Guide = Allowed | State  # the tokens that are allowed at a position, or the state that computes them when asked
 
-    Behind a node that is forbidden itself any token is: the target never reaches it.
+
+def allowed_by(guide: Guide | None) -> Allowed | None:
+    """Return the tokens that are allowed at a position; None: any."""
+    return guide.allowed if isinstance(guide, State) else guide
+
+
+def guides_in_tree(state: State, tokens: Sequence[int], parents: Sequence[int] | None) -> tuple[State | None, ...]:
+    """Return the states behind the root, then behind each node of a tree; `parents` as in `Verify`.
+
+    None: behind a node that is forbidden itself, as the target never reaches it, and behind an end token.
     """
     states: list[State | None] = [state]
     for node, token in enumerate(tokens):
         above = states[(node - 1 if parents is None else parents[node]) + 1]
         states.append(None if above is None else above.advance(token))
-    return tuple([None if one is None else one.allowed for one in states])
+    return tuple([None if one is None or one.ended else one for one in states])
 
 
 def pruned(state: State, tree: Tree) -> Tree:

@@ -70,8 +70,7 @@ class _GrowingOrder:
     def ask(self, number: int, node: int) -> Ask:
         """Ask what the draft proposes after a node of the tree, ROOT for its root, which is a node of the cache."""
         state = self._state(number)
-        allowed = None if state is None else state.allowed
-        return Ask(self.session, node, self.growth.children, "top", attempt=self.order.number, allowed=allowed)
+        return Ask(self.session, node, self.growth.children, "top", attempt=self.order.number, allowed=state)
 
     def _state(self, number: int) -> State | None:
         """Return the state of the request's grammar behind a node; None: there is none, or the node is forbidden."""

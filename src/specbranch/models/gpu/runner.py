@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.forest import ForestOrders, ForestStep, wants_forests
-from specbranch.core.grammar import Allowed
+from specbranch.core.grammar import Guide
 from specbranch.core.orders import Context, Receiver
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.request import Request, Spot
@@ -227,7 +227,7 @@ class GpuRunner(NativeRunner):
         texts: Texts,
         going_on: Collection[int],
         verify: VerifyWork | None = None,
-        masks: Mapping[int, Allowed] = NO_MASKS,
+        masks: Mapping[int, Guide] = NO_MASKS,
     ) -> PlainStep | None:
         """Decode one token of each sequence, and launch the next step, with the rows of `verify`."""
         self.early.forget()
@@ -438,7 +438,7 @@ class GpuRunner(NativeRunner):
         super()._close(seq)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
-        return self.launcher.run(work, {}, self.state_layers)[0]
+        return self.launcher.run(work, self.state_layers)
 
     def _compute_chunks(self, pending: Sequence[PendingChunk]) -> None:
         if self.graphs.step.takes_chunks:

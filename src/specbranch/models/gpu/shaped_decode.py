@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.core.grammar import Allowed
+from specbranch.core.grammar import Guide
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Spot
 from specbranch.core.runner import NO_MASKS
@@ -134,13 +134,13 @@ class ShapedSampler:
         self._transfer, self._width, self._pick = transfer, width, pick
 
     def read_later(
-        self, rows: DecodeRows, logits: Tensor, choosing: Tensor, masks: Mapping[int, Allowed] = NO_MASKS
+        self, rows: DecodeRows, logits: Tensor, choosing: Tensor, masks: Mapping[int, Guide] = NO_MASKS
     ) -> Reading:
         """Start to read the results of a step."""
         return self._transfer.later(self.results(rows, logits, choosing, masks))
 
     def results(
-        self, rows: DecodeRows, logits: Tensor, choosing: Tensor, masks: Mapping[int, Allowed] = NO_MASKS
+        self, rows: DecodeRows, logits: Tensor, choosing: Tensor, masks: Mapping[int, Guide] = NO_MASKS
     ) -> Tensor:
         """Return a row's token, 1, NaN if its scores are no numbers, and log-probabilities [rows, numbers].
 
@@ -163,7 +163,7 @@ class ShapedSampler:
             parts += [ids.double(), logs]
         return torch.cat(parts, dim=-1)
 
-    def _masks(self, rows: DecodeRows, masks: Mapping[int, Allowed]) -> dict[str, Tensor]:
+    def _masks(self, rows: DecodeRows, masks: Mapping[int, Guide]) -> dict[str, Tensor]:
         """Return the masks of rows as packed bits; a row without one may have any token."""
         if not masks:
             return {}
@@ -212,7 +212,7 @@ class Unchosen:
     logits: Tensor  # a copy
     choosing: Tensor  # a copy, too
 
-    def choose(self, masks: Mapping[int, Allowed]) -> Reading:
+    def choose(self, masks: Mapping[int, Guide]) -> Reading:
         """Choose the tokens; `masks`: those that are allowed, by row."""
         return self.sampler.read_later(self.rows, self.logits, self.choosing, masks)
 
