@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree, chosen
@@ -26,6 +26,9 @@ TOO_COMPLEX = (
     "{what} is too complex to be followed ({reason}). Make it simpler: fewer alternatives, or smaller bounds of "
     "repetitions."
 )
+
+
+Found = TypeVar("Found")
 
 
 class Mask:
@@ -81,6 +84,15 @@ class Parser(Protocol):
         """Return the packed bits of the tokens that may follow; end tokens do not count."""
         ...
 
+    def allows(self, token: int) -> bool:
+        """True if the mask has a token that is no end token; much cheaper than the mask."""
+        ...
+
+    def forced(self) -> int | None:
+        """Return the only token that the mask has, found without the mask; None: there are several, or it is not known.
+        End tokens do not count."""
+        ...
+
     def accepts(self) -> bool:
         """True if the answer may end here."""
         ...
@@ -90,10 +102,15 @@ class Parser(Protocol):
         ...
 
 
+NOT_ASKED = -1
+
+
 class State:
     """The grammar after some tokens of an answer."""
 
-    __slots__ = ("_allowed", "_answer", "_children", "_known", "_over", "depth", "ended", "parent", "token")
+    __slots__ = (
+        "_allowed", "_answer", "_children", "_forced", "_known", "_over", "depth", "ended", "parent", "token",
+    )  # fmt: skip
 
     def __init__(self, answer: Parsing, parent: State | None, token: int, ended: bool = False) -> None:
         self.parent, self.token, self.ended = parent, token, ended
@@ -103,6 +120,7 @@ class State:
         self._known = ended  # an end token was chosen: nothing is asked behind it
         self._allowed: Mask | None = None
         self._over = ended
+        self._forced: int | None = NOT_ASKED
 
     @property
     def allowed(self) -> Mask | None:
@@ -120,17 +138,23 @@ class State:
     @property
     def is_over(self) -> bool:
         """True if nothing may follow but an end token."""
-        self._look()
+        if not self._known and self._answer.accepts(self):  # otherwise something else has to follow
+            self._look()
         return self._over
 
     @property
     def forced(self) -> int | None:
-        """The one token that may follow; None if there are several, or if the answer is over."""
-        token = None if self.allowed is None else self.allowed.only
-        return None if token in self._answer.ends else token
+        """The one token that may follow, as far as that is known without a mask; None if there are several, or if the
+        answer is over."""
+        if self._known:
+            token = None if self._allowed is None else self._allowed.only
+            return None if token in self._answer.ends else token
+        if self._forced == NOT_ASKED:
+            self._forced = self._answer.forced(self)
+        return self._forced
 
     def advance(self, token: int) -> State | None:
-        """Return the state behind one more token; None: it is forbidden."""
+        """Return the state behind one more token; None: it is forbidden. It needs no mask."""
         if token not in self._children:
             self._children[token] = self._next(token)
         return self._children[token]
@@ -142,10 +166,11 @@ class State:
             self._known = True
 
     def _next(self, token: int) -> State | None:
-        allowed = self.allowed
-        if allowed is None or token not in allowed:
-            return None
-        return State(self._answer, self, token, token in self._answer.ends)
+        if self._known:
+            may = self._allowed is not None and token in self._allowed
+        else:
+            may = token == self._forced or self._answer.allows(self, token)
+        return State(self._answer, self, token, token in self._answer.ends) if may else None
 
     def walk(self, tokens: Sequence[int]) -> State | None:
         """Return the state behind some more tokens; None: one of them is forbidden."""
@@ -206,22 +231,49 @@ class Parsing:
         """Return what may follow in a state, and True if that is nothing but an end token.
 
         End tokens may follow if the grammar accepts. The mask of a dead end is empty; there the answer fails, if the
-        target goes there. So it does where the parser has raised: whoever asks for a mask may serve other requests, too.
+        target goes there.
         """
-        if self._error is None:
-            try:
-                return self._look(state)
-            except Exception as error:
-                self._error = error
-        return Mask(b""), False
+        nothing: tuple[Mask | None, bool] = Mask(b""), False
+        return self._asked(state, self._look, nothing)
+
+    def forced(self, state: State) -> int | None:
+        """Return the one token that may follow in a state, if that is known without its mask."""
+        return self._asked(state, self._forced, None)
+
+    def allows(self, state: State, token: int) -> bool:
+        """True if a token may follow in a state."""
+        if token in self.ends:
+            return self.accepts(state)
+        return self._asked(state, lambda: self._parser.allows(token), False)
+
+    def accepts(self, state: State) -> bool:
+        """True if the answer may end in a state."""
+        return self._asked(state, self._parser.accepts, False)
 
     def check(self) -> None:
         """Raise what the parser has raised."""
         if self._error is not None:
             raise self._error
 
-    def _look(self, state: State) -> tuple[Mask | None, bool]:
-        self.move(state)
+    def _asked(self, state: State, question: Callable[[], Found], nothing: Found) -> Found:
+        """Ask the parser in a state; returns `nothing` once it has raised.
+
+        Whoever asks may serve other requests, too. This one fails where the target goes to such a state.
+        """
+        if self._error is None:
+            try:
+                self.move(state)
+                return question()
+            except Exception as error:
+                self._error = error
+        return nothing
+
+    def _forced(self) -> int | None:
+        token = self._parser.forced()
+        several = token in self.ends or (self.ends and self._parser.accepts())
+        return None if several else token
+
+    def _look(self) -> tuple[Mask | None, bool]:
         bits = bytearray(self._parser.mask())
         bits.extend(bytes(max(max(self.ends, default=0) // 8 + 1 - len(bits), 0)))
         for token in self.ends:

@@ -55,7 +55,8 @@ def entries_of(asks: Sequence[Ask], spots: Sequence[Spot], masked: bool = False)
 
     `masked`: it chooses from logits to which the masks of grammars have been applied.
     """
-    if not all([not spot.request.by_ratio and not (is_edited if masked else is_shaped)(spot) for spot in spots]):
+    changed = is_edited if masked else is_shaped
+    if any(spot.request.by_ratio or changed(spot) for spot in spots):
         return None
     least = max(ask.width if ask.measure == "top" else 2 for ask in asks)
     return next((count for count in ENTRY_COUNTS if count >= least), None)

@@ -308,7 +308,7 @@ class PlainDecoder:
         for row in np.isnan(results[:, CONFIDENCE]).nonzero()[0].tolist():  # its logits are not all finite
             sampled[row] = NO_TOKEN
         self._launcher.commit({seq: texts[seq][-1] for seq in now})
-        if flight.rows.is_shaped:
+        if flight.rows.shaped:
             for seq, row in now.items():
                 top = flight.rows.rows[row].request.params.logprobs
                 if top is not None and sampled[row] != NO_TOKEN:
