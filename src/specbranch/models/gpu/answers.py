@@ -284,11 +284,16 @@ class Answers:
         return self._chosen(logits, choice, None, 1)[:, 0].long()
 
     def _chosen(self, logits: Tensor, choice: Tensor, columns: Columns | None, count: int) -> Tensor:
-        """Return the results of a chooser for every row; `columns`: the tokens of a reduced head's logits."""
+        """Return the results of a chooser for every row, valid until its next call.
+
+        `columns`: the tokens of a reduced head's logits.
+        """
         chooser = self._launcher.graphs.chooser
         if chooser is None or self._decoder.columns is not columns:
             chooser = Chooser(self._launcher.graphs.step.picks, logits.shape[1], columns)
         none = torch.zeros(2, dtype=torch.int32, device=self._launcher.device)
+        if len(logits) <= MOST_STEP_ROWS:
+            return chooser(logits, choice, none, count)
         starts = range(0, len(logits), MOST_STEP_ROWS)
         parts = [(logits[at : at + MOST_STEP_ROWS], choice[:, at : at + MOST_STEP_ROWS]) for at in starts]
         return torch.cat([chooser(some, how, none, count).clone() for some, how in parts])
