@@ -18,9 +18,7 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Tree, paces
 from specbranch.errors import CacheFull
 from specbranch.exec.draft_steps import Drafting, Ends, Forward
-from specbranch.exec.worker import Worker, chain_after
-
-MOST_FORCED = 15  # tokens that a grammar forces, in one draft step of a tree
+from specbranch.exec.worker import UNCOMPUTED_AT_ONCE, Worker, chain_after
 
 
 class _GrowingOrder:
@@ -76,7 +74,7 @@ class _GrowingOrder:
         if self.order.state is None or self.worker.reads_features is not None:  # such a row reads its parent's state
             return numbers, numbers
         found, asked = list(numbers), list[int]()
-        room = min(self.worker.slots(self.session).room, MOST_FORCED + len(numbers))
+        room = min(self.worker.slots(self.session).room, UNCOMPUTED_AT_ONCE)  # a warm-up has prepared such steps
         for n in numbers:
             while len(found) < room and (child := self._forced_child(n)) is not None:
                 n = child
