@@ -3,7 +3,8 @@
 Two hundred schemas (`grammar_schemas.py`), at two temperatures, by several methods, in batches. Every text is compared
 with that of plain masked decoding, and every tenth of those with the request alone. Finished answers are validated by
 `jsonschema` where it is installed; `--answers` keeps all of them, and `--validate FILE` checks such a file on another
-machine. Costs are measured one request at a time. A table comes last; then a line of JSON.
+machine. Costs are measured one request at a time, and then what one request with a schema costs the others of a batch.
+A table comes last; then a line of JSON.
 
 python scripts/measure_grammar.py --device cpu --schemas 20 --tokens 160
 """
@@ -37,6 +38,8 @@ LEAST_SHARES = {
     "plain masked ÷ plain free": 0.95,
     "specbranch masked ÷ plain masked": 1.3,
     "specbranch with long keys ÷ specbranch free": 1.0,
+    "plain beside a schema ÷ plain beside free text": 0.97,
+    "specbranch beside a schema ÷ specbranch beside free text": 0.97,
 }
 
 
@@ -79,7 +82,7 @@ def _measure(given: argparse.Namespace, folder: Path) -> None:
             if given.answers is not None:
                 given.answers.write_text("".join(json.dumps(asdict(one)) + "\n" for one in answers), encoding="utf-8")
             rows += list(_shares(llm, cases, answers, given))
-        rows += list(_costs(llm, cases, given))
+        rows += [*_costs(llm, cases, given), *_neighbours(llm, cases, given)]
     _print(rows)
 
 
@@ -177,6 +180,26 @@ def _costs(llm: Any, cases: Sequence[SchemaCase], given: argparse.Namespace) -> 
         over, _, under = name.replace("plain", PLAIN).replace("with ", "").partition(" ÷ ")
         if over in rates and under in rates:
             yield name, rates[over] / rates[under], len(ways[over][1])
+
+
+def _neighbours(llm: Any, cases: Sequence[SchemaCase], given: argparse.Namespace) -> Iterator[tuple[str, float, float]]:
+    """Return how fast free answers are in a batch with one masked answer, by a batch with one more free one."""
+    usual = [case for case in cases if case.name.endswith(COSTLY_SHAPES)][: given.cost_prompts]
+    others = [usual[at % len(usual)] for at in range(given.at_once - 1)]
+    free = _params(None, 0.0, given.free_tokens)
+    for method in (PLAIN, "specbranch") if others else ():
+        tokens, seconds = [0, 0], [0.0, 0.0]
+        for turn in range(COST_TURNS):
+            for masked in (False, True):
+                last = _params(usual[0], 0.0, given.free_tokens) if masked else free
+                asked = [*((case, free) for case in others), (usual[0], last)]
+                outputs = _run(llm.using(method), asked, given.at_once)[:-1]
+                for output in outputs if turn else ():
+                    tokens[masked] += len(output.token_ids) - 1
+                    seconds[masked] += output.stats["decode_seconds"]
+        name = method.replace(PLAIN, "plain")
+        ratio = tokens[True] * seconds[False] / max(tokens[False] * seconds[True], 1e-9)
+        yield f"{name} beside a schema ÷ {name} beside free text", ratio, len(others)
 
 
 def _mean(found: Sequence[bool]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from paged_toys import PagedToyRunner
-from specbranch.core.grammar import Allowed
+from specbranch.core.grammar import Guide
 from specbranch.core.orders import Context, Verify
 from specbranch.core.runner import NO_MASKS, Feed, PlainStep, Trial, Verdicts, VerifyWork
 from specbranch.core.slots import ROOT
@@ -42,7 +42,7 @@ class DecodesAhead(ToyRunner):
         texts: Mapping[int, Sequence[int]],
         going_on: Collection[int],
         verify: VerifyWork | None = None,
-        masks: Mapping[int, Allowed] = NO_MASKS,
+        masks: Mapping[int, Guide] = NO_MASKS,
     ) -> PlainStep | None:
         self._prepared()
         assert verify is None or not {trial.seq for trial in verify.trials} & texts.keys()
@@ -72,7 +72,7 @@ class DecodesAhead(ToyRunner):
             verdicts, self.verified = Verdicts(lambda: judged), self.verified + len(judged)
         return PlainStep(lambda: found, len(found), ahead, frozenset(self._flight), failed, {}, verdicts)
 
-    def _next(self, seq: int, text: Sequence[int], mask: Allowed | None) -> int:
+    def _next(self, seq: int, text: Sequence[int], mask: Guide | None) -> int:
         """Return the token behind a text, whose last token is computed now."""
         self.demand(seq, 1)
         trial = Trial(seq, Verify(Context(0, tuple(text)), allowed=None if mask is None else (mask,)), 0, ())

@@ -64,3 +64,4 @@ def test_a_short_measurement_has_all_its_figures(default_model: Path) -> None:
     found = json.loads(said.stdout.splitlines()[-1])
     assert found["identical"] == found["identical to alone"] == 1.0 and 0.0 < found["finished"] <= 1.0
     assert found["plain masked ÷ plain free"] > 0.0 and found["specbranch masked ÷ plain masked"] > 0.0
+    assert found["plain beside a schema ÷ plain beside free text"] > 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from schemas import SCHEMAS
 from small_tokenizers import byte_level, save
 from specbranch.config import SamplingParams
 from specbranch.core.grammar import Constraint, Mask, State
@@ -222,6 +224,28 @@ def test_the_mask_of_a_state_does_not_depend_on_the_way_there(grammars: Grammars
             assert here.is_over == there.is_over
 
 
+def test_what_is_asked_without_a_mask_is_what_the_mask_says(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Also of a forced text, which may have other tokens with the same bytes, and of ids that no token has."""
+    rng, forced, forbidden = random.Random(4), 0, 0
+    given: list[dict[str, Any]] = [{"json_schema": schema} for schema in SCHEMAS.values()]
+    given += [{"choice": ["red", "green", "greenish"]}, {"regex": "[A-Z][a-z]{2,6}( [a-z]{2,5}){2,5}"}]
+    for params in (SamplingParams(**one) for one in given):
+        constraint = grammars.constraint(params, frozenset((END,)))
+        assert constraint is not None
+        parser, ids = constraint.parser(), list[int]()
+        for _ in range(40):
+            only, allows = parser.forced(), [parser.allows(token) for token in range(-1, tokenizer.vocabulary_size + 9)]
+            mask = Mask(parser.mask())
+            assert only in (None, mask.only)
+            assert allows == [token in mask for token in range(-1, tokenizer.vocabulary_size + 9)]
+            forced, forbidden = forced + (only is not None), forbidden + allows.count(False)
+            if not (allowed := list(mask)):
+                break
+            ids.append(rng.choice(allowed))
+            parser.consume(ids[-1])
+    assert forced > 20 and forbidden > 1000
+
+
 class Fragile:
     """A matcher that gives up behind two tokens 1 in a row, and stays so, as the library's does."""
 
@@ -247,6 +271,12 @@ class Fragile:
         self.failed = self.failed or self.tokens[-2:] == [3, 3]  # this one only when it is asked
         return bytes([0b1111])
 
+    def compute_ff_tokens(self) -> list[int]:
+        return []
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        return len(tokens)
+
     def is_error(self) -> bool:
         return self.failed
 
@@ -258,7 +288,7 @@ class Fragile:
 
 
 def test_where_the_library_gives_up_other_branches_go_on() -> None:
-    state = Constraint(lambda: GuidanceParser(Fragile(), (2,)), frozenset()).start()
+    state = Constraint(lambda: GuidanceParser(Fragile(), (2,), 4), frozenset()).start()
     assert list(state.allowed or ()) == [0, 1, 3]
     for bad in ([0, 1, 1], [0, 3, 3]):
         dead = state.walk(bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.experience import Experience
-from specbranch.core.grammar import Allowed, Constraint
+from specbranch.core.grammar import Constraint, Guide, allowed_by
 from specbranch.core.loop import Loop, RoundLimits
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Context, Orders, Reports
@@ -26,8 +27,10 @@ from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.models.gpu import asking
+from specbranch.models.gpu.decode_rows import DecodeRows
 from specbranch.models.gpu.plain_decode import Texts
 from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.gpu.shaped_decode import Scored, ShapedSampler
 from specbranch.models.gpu.step import GpuStep
 from specbranch.models.loading import load_native
 from specbranch.models.runners.native import NativeRunner
@@ -76,7 +79,7 @@ class Slow(GpuRunner):
         texts: Texts,
         going_on: Collection[int],
         verify: VerifyWork | None = None,
-        masks: Mapping[int, Allowed] = NO_MASKS,
+        masks: Mapping[int, Guide] = NO_MASKS,
     ) -> PlainStep | None:
         self.decoded |= set(texts)
         self.beside += len(verify.trials) if verify is not None else 0
@@ -103,12 +106,12 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-def session_of(number: int, params: SamplingParams) -> Session:
-    """A session; those with an even number follow a grammar."""
+def session_of(number: int, params: SamplingParams, ends: float = 0.1) -> Session:
+    """A session; those with an even number follow a grammar; `ends`: how often it may end."""
     prompt = some_tokens(5 + 20 * (number % 3), seed=number)
     request = Request(params, number, len(prompt), eos_ids=(END,))
     if number % 2 == 0:
-        parser = partial(ToyParser, ToyGrammar(number, VOCABULARY, force=0.3, end=0.1))
+        parser = partial(ToyParser, ToyGrammar(number, VOCABULARY, force=0.3, end=ends))
         request = Request(
             params, number, len(prompt), eos_ids=(END,), constraint=Constraint(parser, request.ending_ids)
         )
@@ -221,8 +224,8 @@ def test_watchers_of_plain_rounds_see_what_a_grammar_allows(decoders: tuple[Any,
 
     def note(orders: Orders, reports: Reports, added: int) -> None:
         assert orders.verify is not None and reports.verdict is not None
-        given = orders.verify.allowed
-        allowed.append(given is not None and given[0] is not None and reports.verdict.token in given[0])
+        given = allowed_by(orders.verify.allowed[0]) if orders.verify.allowed is not None else None
+        allowed.append(given is not None and reports.verdict.token in given)
 
     session.on_round = note
     run(Serial(Verifier(target)), "autoregressive", [session])
@@ -261,3 +264,107 @@ def test_a_grammar_without_a_way_on_fails_its_request_alone(decoders: tuple[Any,
     run_out(loop)
     assert isinstance(dying.error, BadParameter) and len(dying.output) == 5
     assert other.tokens == reference(decoders, 1, params).tokens
+
+
+class Watched:
+    """Notes for each mask whether a device was computing: it was launched, and not waited for since."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *runners: GpuRunner) -> None:
+        self.running, self.meanwhile = set[int](), list[bool]()
+        for number, runner in enumerate(runners):
+            self._watch(number, runner, monkeypatch)
+        mask = ToyParser.mask
+
+        def noted(parser: ToyParser) -> bytes:
+            self.meanwhile.append(bool(self.running))
+            return mask(parser)
+
+        monkeypatch.setattr(ToyParser, "mask", noted)
+
+    def _watch(self, number: int, runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        run, read = runner.graphs.run_brought, runner.transfer._read
+
+        def launched(*given: Any, **named: Any) -> Any:
+            self.running.add(number)
+            return run(*given, **named)
+
+        def waited(*given: Any) -> Any:
+            self.running.discard(number)
+            return read(*given)
+
+        monkeypatch.setattr(runner.graphs, "run_brought", launched)
+        monkeypatch.setattr(runner.transfer, "_read", waited)
+
+
+@pytest.mark.parametrize("kind", [Serial, Streams])
+@pytest.mark.parametrize("method", ["specbranch", "tree", "speculative", "pearl", "lookup", "lookahead"])
+def test_masks_are_made_while_a_device_computes(
+    method: str, kind: type[Serial], decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all nodes of a verify, and those that the draft proposes by."""
+    target, draft = GpuRunner(decoders[0], CONTEXT), GpuRunner(decoders[1], CONTEXT)
+    watched = Watched(monkeypatch, target, draft)
+    params = SamplingParams(temperature=0.8, max_tokens=30)
+    session = session_of(2, params, ends=0.0)
+    run(kind(Verifier(target), Drafter(draft)), method, [session])
+    assert len(watched.meanwhile) > 10 and all(watched.meanwhile), watched.meanwhile.count(False)
+
+
+def test_one_grammar_in_a_batch_leaves_the_other_rows_in_the_graph(
+    decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows are sampled behind the graph where their own parameters want it, and for no other row's sake."""
+    taken, behind = ShapedSampler.taken, list[tuple[int, int]]()
+
+    def noted(self: ShapedSampler, rows: DecodeRows, *given: Any) -> Scored:
+        scored = taken(self, rows, *given)
+        behind.append((len(rows), len(scored.logits)))
+        return scored
+
+    monkeypatch.setattr(GpuStep, "takes_chunks", True)
+    monkeypatch.setattr(ShapedSampler, "taken", noted)
+    params = SamplingParams(temperature=0.8, max_tokens=30)
+    penalised = SamplingParams(temperature=0.8, max_tokens=30, repetition_penalty=1.3, logprobs=2, min_tokens=9)
+    sessions = [session_of(number, penalised if number == 5 else params) for number in (1, 2, 3, 5, 7)]
+    run(Streams(Verifier(GpuRunner(decoders[0], CONTEXT))), "autoregressive", sessions, budget=64)
+    for session in sessions:
+        expected = reference(decoders, session.number, session.request.params)
+        assert (session.tokens, session.finished) == (expected.tokens, expected.finished), session.number
+        for mine, theirs in zip(session.logprobs, expected.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-6)
+    assert (5, 2) in behind and len(behind) > 10 and max(count for _, count in behind) == 2
+    assert "failed" not in caplog.text, "a round was ordered session by session after all"
+
+
+@pytest.mark.parametrize("kind", [Serial, Streams])
+@pytest.mark.parametrize("method", ["autoregressive", "specbranch", "speculative", "lookup"])
+def test_a_parser_that_fails_ends_its_request_alone(method: str, kind: type[Serial], decoders: tuple[Any, Any]) -> None:
+    class Broken(ToyParser):
+        def mask(self) -> bytes:
+            if len(self.tokens) >= 5:
+                raise RuntimeError("the parser broke")
+            return super().mask()
+
+    params, works = SamplingParams(max_tokens=20), kind(*workers(decoders))
+    prompt = some_tokens(8, seed=3)
+    parser = partial(Broken, ToyGrammar(2, VOCABULARY, force=0.0, end=0.0, over=0.0))
+    request = Request(params, 2, len(prompt), eos_ids=(END,), constraint=Constraint(parser, frozenset((END,))))
+    broken, other = Session(2, prompt, request, 250), session_of(1, params)
+    with pytest.raises(RuntimeError, match="the parser broke"):
+        run(works, method, [broken, other])
+    assert 0 < len(broken.output) <= 5, "a draft may have asked for the mask that breaks it before the target does"
+    assert broken.output == reference_of(decoders, broken)
+    assert other.tokens == reference(decoders, 1, params).tokens and other.error is None
+
+
+def workers(decoders: tuple[Any, Any]) -> tuple[Verifier, Drafter]:
+    return Verifier(GpuRunner(decoders[0], CONTEXT)), Drafter(GpuRunner(decoders[1], CONTEXT))
+
+
+def reference_of(decoders: tuple[Any, Any], broken: Session) -> list[int]:
+    """The answer of a request whose parser breaks, as far as a sound one gives the same."""
+    parser = partial(ToyParser, ToyGrammar(2, VOCABULARY, force=0.0, end=0.0, over=0.0))
+    request = replace(broken.request, constraint=Constraint(parser, frozenset((END,))))
+    sound = Session(2, broken.tokens[: request.prompt_length], request, 250)
+    run(Serial(Verifier(NativeRunner(decoders[0], CONTEXT))), "autoregressive", [sound])
+    return sound.output[: len(broken.output)]

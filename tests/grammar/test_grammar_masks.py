@@ -75,3 +75,12 @@ def test_scores_that_are_no_number_are_told_also_under_a_mask() -> None:
         (spot,) = spots([allowed])
         (found,) = TorchSampler(VOCABULARY).propose(rows_of(block), [spot], [Ask(0, 0, allowed=allowed)])
         assert (found.confidence == found.confidence) is fine  # NaN is not equal to itself
+
+
+def test_packed_bits_forbid_the_same_columns_on_every_device() -> None:
+    """A GPU unpacks them in torch, a CPU in numpy."""
+    for width in (1, 7, 8, 29, VOCABULARY):
+        sets: list[Allowed | None] = [Mask.of([at for at in one if at < width]) for one in some_sets(9)]
+        packed = sheet_of(spots(sets), width, finder(None, width))["allowed"]
+        forbidden = sample.forbidden(torch.from_numpy(packed), width)
+        assert forbidden.tolist() == [[token not in (one or ()) for token in range(width)] for one in sets]

@@ -11,14 +11,16 @@ import pytest
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
-from specbranch.core.grammar import Constraint, State, pruned
+from specbranch.core.grammar import Constraint, State, allowed_by, pruned
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Verify
+from specbranch.core.runner import Ask, Feed
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Node, Tree
 from specbranch.errors import BadParameter
+from specbranch.exec.grower import _GrowingOrder
 from tiers import covering
 from toy_grammar import ToyGrammar, ToyParser, constrained, plainly
 from toybench import (
@@ -157,9 +159,9 @@ def check_allowed(session: Session, verify: Verify) -> None:
     paths: list[list[int] | None] = [said]
     for node, token in enumerate(verify.tokens):
         above = paths[verify.parent(node) + 1]
-        assert above is not None and token in verify.allowed[verify.parent(node) + 1]
+        assert above is not None and token in (allowed_by(verify.allowed[verify.parent(node) + 1]) or ())
         paths.append(None if token in ends else [*above, token])
-    for path, allowed in zip(paths, verify.allowed, strict=True):
+    for path, allowed in zip(paths, map(allowed_by, verify.allowed), strict=True):
         if path is not None and allowed is not None:
             accepts = grammar.accepts(path)
             assert set(allowed) == (grammar.allowed(path) - ends) | (ends if accepts else set())
@@ -183,6 +185,34 @@ def test_forced_tokens_are_verified_as_a_chain_without_a_draft(name: str) -> Non
     decode(serial(0.8), [session], name, config_for(name))
     assert answer(session) == plainly(request, law(0.0), grammar)
     assert session.stats.target_forwards <= 30
+
+
+@pytest.mark.parametrize("name", ["tree", "specbranch"])
+def test_forced_tokens_in_a_draft_tree_take_no_step_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed with the node before them, so the draft is asked where it has a choice."""
+    ask, chained, asked = _GrowingOrder.ask, 0, list[bool]()
+
+    def noted(order: _GrowingOrder, number: int, node: int) -> Ask:
+        found = ask(order, number, node)
+        depth = order.growing.nodes[number].depth if number != ROOT else order.growth.deepest
+        if depth + 1 < order.growth.deepest:  # behind the root there is no node before them
+            asked.append(isinstance(found.allowed, State) and found.allowed.forced is not None)
+        return found
+
+    def fed(order: _GrowingOrder, numbers: list[int]) -> Feed:
+        nonlocal chained
+        chained += sum([order.growing.nodes[n].parent in numbers for n in numbers])
+        return feed(order, numbers)
+
+    feed = _GrowingOrder.feed
+    monkeypatch.setattr(_GrowingOrder, "ask", noted)
+    monkeypatch.setattr(_GrowingOrder, "feed", fed)
+    for seed in range(10):
+        request, grammar = case(seed, 0.8), ToyGrammar(seed, VOCABULARY, force=0.5, end=0.0, over=0.0)
+        session = constrained(request, grammar, next_number())
+        decode(serial(0.2), [session], name, config_for(name))
+        assert answer(session) == plainly(request, law(0.0), grammar)
+    assert chained > 20 and len(asked) > 20 and not any(asked)
 
 
 def test_a_good_draft_is_accepted_as_it_has_the_masks_too() -> None:

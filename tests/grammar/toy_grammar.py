@@ -72,6 +72,12 @@ class ToyParser:
         self.masks += 1
         return Mask.of(self.grammar.allowed(self.tokens)).bits
 
+    def allows(self, token: int) -> bool:
+        return token in self.grammar.allowed(self.tokens)
+
+    def forced(self) -> int | None:
+        return Mask.of(self.grammar.allowed(self.tokens)).only
+
     def accepts(self) -> bool:
         return self.grammar.accepts(self.tokens)
 

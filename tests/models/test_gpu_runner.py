@@ -281,12 +281,13 @@ def test_a_question_is_one_copy_up_and_one_read(shaping: str, pair: tuple[Path, 
     assert {kind for kind, _, _ in crossed} >= {"propose", "verify"} and len(crossed) > 50
     # the process executor aside, verdicts come of the same call; between the two halves of one the other model may have
     # been asked
-    assert {(copies, reads) for kind, copies, reads in crossed if kind == "propose"} <= {(1, 1), (0, 1)}
+    behind = shaping == "everything"  # then the sampling parameters come while the forward runs, in a copy of their own
+    assert {(copies, reads) for kind, copies, reads in crossed if kind == "propose"} <= {(1 + behind, 1), (behind, 1)}
     verified = [(copies, reads) for kind, copies, reads in crossed if kind == "verify"]
     # plain decoding starts its next step with the one before: two copies at first, none at the end; a prompt that was
     # put off is one more
     assert {reads for _, reads in verified} == {1} and {copies for copies, _ in verified} <= {0, 1, 2, 3}
-    assert sum(copies for copies, _ in verified) <= 1.05 * len(verified)
+    assert sum(copies for copies, _ in verified) <= (1.05 + behind) * len(verified)
 
 
 @each_value

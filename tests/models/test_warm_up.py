@@ -352,7 +352,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pyt
     assert "cannot be saved" in caplog.text
 
 
-@pytest.mark.parametrize("request_", OUTSIDE_GRAPHS, ids=["shaped", "ratio"])
+@pytest.mark.parametrize("request_", OUTSIDE_GRAPHS, ids=["shaped", "ratio", "masked"])
 def test_what_no_graph_contains_runs_once_and_leaves_nothing(request_: Request, pair: Pair) -> None:
     for runner in pair:
         runner.prefix_cache = False

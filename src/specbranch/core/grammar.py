@@ -3,15 +3,16 @@
 Owns the states of one answer, their masks, and what a tree or a chain loses that the grammar forbids. Does not own the
 parsing: a `Parser` does (`grammar/`). A state is a value: `advance` forks it, and each state is computed once, whether
 the draft, the planner or the target asks. One parser serves all states of an answer: it rolls back to their common
-ancestor. Invariants: a state depends on the answer's tokens alone; a token may follow if and only if the state's mask
-has its bit; end tokens may follow only if the grammar accepts the answer so far.
+ancestor. Orders carry states, so a mask is computed when it is needed, which may be while a device computes the logits.
+Invariants: a state depends on the answer's tokens alone; a token may follow if and only if the state's mask has its
+bit; end tokens may follow only if the grammar accepts the answer so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree, chosen
@@ -25,6 +26,9 @@ TOO_COMPLEX = (
     "{what} is too complex to be followed ({reason}). Make it simpler: fewer alternatives, or smaller bounds of "
     "repetitions."
 )
+
+
+Found = TypeVar("Found")
 
 
 class Mask:
@@ -80,6 +84,15 @@ class Parser(Protocol):
         """Return the packed bits of the tokens that may follow; end tokens do not count."""
         ...
 
+    def allows(self, token: int) -> bool:
+        """True if the mask has a token that is no end token; much cheaper than the mask."""
+        ...
+
+    def forced(self) -> int | None:
+        """Return the only token that the mask has, found without the mask; None: there are several, or it is not known.
+        End tokens do not count."""
+        ...
+
     def accepts(self) -> bool:
         """True if the answer may end here."""
         ...
@@ -89,10 +102,15 @@ class Parser(Protocol):
         ...
 
 
+NOT_ASKED = -1
+
+
 class State:
     """The grammar after some tokens of an answer."""
 
-    __slots__ = ("_allowed", "_answer", "_children", "_known", "_over", "depth", "ended", "parent", "token")
+    __slots__ = (
+        "_allowed", "_answer", "_children", "_forced", "_known", "_over", "depth", "ended", "parent", "token",
+    )  # fmt: skip
 
     def __init__(self, answer: Parsing, parent: State | None, token: int, ended: bool = False) -> None:
         self.parent, self.token, self.ended = parent, token, ended
@@ -102,6 +120,7 @@ class State:
         self._known = ended  # an end token was chosen: nothing is asked behind it
         self._allowed: Mask | None = None
         self._over = ended
+        self._forced: int | None = NOT_ASKED
 
     @property
     def allowed(self) -> Mask | None:
@@ -112,23 +131,30 @@ class State:
     def check(self) -> None:
         """Raise if nothing may follow, and the answer may not end here either."""
         if self.allowed is not None and _is_empty(self.allowed.bits):
+            self._answer.check()
             reason = self._answer.failure(self)
             raise BadParameter(TOO_COMPLEX.format(what="The answer's grammar", reason=reason) if reason else DEAD_END)
 
     @property
     def is_over(self) -> bool:
         """True if nothing may follow but an end token."""
-        self._look()
+        if not self._known and self._answer.accepts(self):  # otherwise something else has to follow
+            self._look()
         return self._over
 
     @property
     def forced(self) -> int | None:
-        """The one token that may follow; None if there are several, or if the answer is over."""
-        token = None if self.allowed is None else self.allowed.only
-        return None if token in self._answer.ends else token
+        """The one token that may follow, as far as that is known without a mask; None if there are several, or if the
+        answer is over."""
+        if self._known:
+            token = None if self._allowed is None else self._allowed.only
+            return None if token in self._answer.ends else token
+        if self._forced == NOT_ASKED:
+            self._forced = self._answer.forced(self)
+        return self._forced
 
     def advance(self, token: int) -> State | None:
-        """Return the state behind one more token; None: it is forbidden."""
+        """Return the state behind one more token; None: it is forbidden. It needs no mask."""
         if token not in self._children:
             self._children[token] = self._next(token)
         return self._children[token]
@@ -140,10 +166,11 @@ class State:
             self._known = True
 
     def _next(self, token: int) -> State | None:
-        allowed = self.allowed
-        if allowed is None or token not in allowed:
-            return None
-        return State(self._answer, self, token, token in self._answer.ends)
+        if self._known:
+            may = self._allowed is not None and token in self._allowed
+        else:
+            may = token == self._forced or self._answer.allows(self, token)
+        return State(self._answer, self, token, token in self._answer.ends) if may else None
 
     def walk(self, tokens: Sequence[int]) -> State | None:
         """Return the state behind some more tokens; None: one of them is forbidden."""
@@ -197,6 +224,7 @@ class Parsing:
     def __init__(self, parser: Parser, ends: frozenset[int]) -> None:
         self.ends = ends
         self._parser = parser
+        self._error: Exception | None = None  # of the parser: it knows nothing any more
         self.start = self._at = State(self, None, ROOT)
 
     def look(self, state: State) -> tuple[Mask | None, bool]:
@@ -205,7 +233,47 @@ class Parsing:
         End tokens may follow if the grammar accepts. The mask of a dead end is empty; there the answer fails, if the
         target goes there.
         """
-        self.move(state)
+        nothing: tuple[Mask | None, bool] = Mask(b""), False
+        return self._asked(state, self._look, nothing)
+
+    def forced(self, state: State) -> int | None:
+        """Return the one token that may follow in a state, if that is known without its mask."""
+        return self._asked(state, self._forced, None)
+
+    def allows(self, state: State, token: int) -> bool:
+        """True if a token may follow in a state."""
+        if token in self.ends:
+            return self.accepts(state)
+        return self._asked(state, lambda: self._parser.allows(token), False)
+
+    def accepts(self, state: State) -> bool:
+        """True if the answer may end in a state."""
+        return self._asked(state, self._parser.accepts, False)
+
+    def check(self) -> None:
+        """Raise what the parser has raised."""
+        if self._error is not None:
+            raise self._error
+
+    def _asked(self, state: State, question: Callable[[], Found], nothing: Found) -> Found:
+        """Ask the parser in a state; returns `nothing` once it has raised.
+
+        Whoever asks may serve other requests, too. This one fails where the target goes to such a state.
+        """
+        if self._error is None:
+            try:
+                self.move(state)
+                return question()
+            except Exception as error:
+                self._error = error
+        return nothing
+
+    def _forced(self) -> int | None:
+        token = self._parser.forced()
+        several = token in self.ends or (self.ends and self._parser.accepts())
+        return None if several else token
+
+    def _look(self) -> tuple[Mask | None, bool]:
         bits = bytearray(self._parser.mask())
         bits.extend(bytes(max(max(self.ends, default=0) // 8 + 1 - len(bits), 0)))
         for token in self.ends:
@@ -253,16 +321,24 @@ def _is_empty(bits: bytes | bytearray) -> bool:
     return bits.count(0) == len(bits)
 
 
-def allowed_in_tree(state: State, tokens: Sequence[int], parents: Sequence[int] | None) -> tuple[Allowed | None, ...]:
-    """Return the tokens allowed behind the root, then behind each node of a tree; `parents` as in `Verify`.
+Guide = Allowed | State  # the tokens that are allowed at a position, or the state that computes them when asked
 
-    Behind a node that is forbidden itself any token is: the target never reaches it.
+
+def allowed_by(guide: Guide | None) -> Allowed | None:
+    """Return the tokens that are allowed at a position; None: any."""
+    return guide.allowed if isinstance(guide, State) else guide
+
+
+def guides_in_tree(state: State, tokens: Sequence[int], parents: Sequence[int] | None) -> tuple[State | None, ...]:
+    """Return the states behind the root, then behind each node of a tree; `parents` as in `Verify`.
+
+    None: behind a node that is forbidden itself, as the target never reaches it, and behind an end token.
     """
     states: list[State | None] = [state]
     for node, token in enumerate(tokens):
         above = states[(node - 1 if parents is None else parents[node]) + 1]
         states.append(None if above is None else above.advance(token))
-    return tuple([None if one is None else one.allowed for one in states])
+    return tuple([None if one is None or one.ended else one for one in states])
 
 
 def pruned(state: State, tree: Tree) -> Tree:

@@ -15,7 +15,7 @@ from specbranch.config import HeadKind
 from specbranch.core.arms import ArmRound
 from specbranch.core.forecast import Signal
 from specbranch.core.forest import ForestWish
-from specbranch.core.grammar import Allowed, State
+from specbranch.core.grammar import Guide, State
 from specbranch.core.sending import SendingLater
 from specbranch.core.trees import Growth, Tree
 
@@ -205,7 +205,7 @@ class Verify:
     q: tuple[Sparse | None, ...] | None = None
     goes_on: bool = False
     aside: Aside | None = None
-    allowed: tuple[Allowed | None, ...] | None = None
+    allowed: tuple[Guide | None, ...] | None = None
     follows: Follows | None = field(default=None, repr=False, compare=False)
     ends: bool = False
 

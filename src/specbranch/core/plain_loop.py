@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from specbranch.core.costs import MeasuredCosts
-from specbranch.core.grammar import Allowed
 from specbranch.core.members import Member
 from specbranch.core.orders import Context, Orders, Reports, Span, TokenLogprobs, Verdict, Verify
 from specbranch.core.plain_rounds import PlainBatch, PlainOrders, PlainReports, PlainRounds, going_on
@@ -86,11 +85,10 @@ class PlainLoop:
         batch = self._rounds.batch(self._host.members.values(), chunked)
         if batch is None:
             return None
-        masks = self._masks(batch)
         asked = self._asked(batch) if batch.others else {}
         decoding = len(batch.decoding) + rows_of(asked.values())
         asked |= self._prefills.beside_plain(batch.prefilling, decoding)
-        reports = self._run(batch, asked, masks)
+        reports = self._run(batch, asked)
         if reports is None:
             return None
         self._learn(reports, len(batch.decoding), asked)
@@ -105,24 +103,13 @@ class PlainLoop:
         ordered = {number: one.next_orders for number, one in idle.items() if number in self._host.members}
         return {number: orders for number, orders in ordered.items() if orders is not None}
 
-    def _masks(self, batch: PlainBatch) -> dict[int, Allowed]:
-        """Return what may follow the texts of sessions with a grammar; the step that needs it runs already."""
-        masks: dict[int, Allowed] = {}
-        for member in [one for one in batch.decoding if one.session.state is not None]:
-            try:
-                mask = member.session.state.allowed if member.session.state is not None else None
-            except Exception as error:  # of the library that parses: only this session needs it
-                batch.decoding.remove(member)
-                self._host.fail(member.session, error)
-            else:
-                masks |= {} if mask is None else {member.session.number: mask}
-        return masks
-
-    def _run(self, batch: PlainBatch, asked: Mapping[int, Orders], masks: Mapping[int, Allowed]) -> PlainReports | None:
+    def _run(self, batch: PlainBatch, asked: Mapping[int, Orders]) -> PlainReports | None:
         """Run a round; None: an error, which a round of orders will trace to its session."""
         rounds, members = self._rounds, self._host.members
         assert rounds.executor is not None
-        texts = {member.session.number: member.session.tokens for member in batch.decoding}
+        sessions = [member.session for member in batch.decoding]
+        texts = {session.number: session.tokens for session in sessions}
+        masks = {session.number: session.state for session in sessions if session.state is not None}
         heads = {number: head for number, orders in asked.items() if orders.verify and (head := members[number].head)}
         deferred = [*(member.deferred for member in batch.decoding), *(orders.deferred for orders in asked.values())]
 
@@ -226,7 +213,7 @@ def _as_ordered(session: Session) -> Orders:
     """Return the next token's orders as watchers see them: with what a grammar allows."""
     if session.state is None:
         return PLAIN_ORDERS
-    return Orders(verify=Verify(Context(0, ()), allowed=(session.state.allowed,)))
+    return Orders(verify=Verify(Context(0, ()), allowed=(session.state,)))
 
 
 def _verdict(token: int, logprobs: TokenLogprobs | None) -> Verdict:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from specbranch.core.grammar import Allowed
+from specbranch.core.grammar import Guide
 from specbranch.core.members import Member
 from specbranch.core.orders import Branch, DraftOrder, Orders, Prefill, Reports, Span, TokenLogprobs, Verify
 from specbranch.errors import SpecBranchError
@@ -34,7 +34,7 @@ class PlainOrders:
     going_on: Collection[int]  # sessions that decode at least one token more
     others: Mapping[int, Orders]  # of other sessions: to verify, or else to prefill or to draft
     heads: Mapping[int, Branch]  # of verify orders: see `Member.head`
-    masks: Mapping[int, Allowed]  # what may follow the texts of sessions with a grammar
+    masks: Mapping[int, Guide]  # what may follow the texts of sessions with a grammar
     meanwhile: Callable[[], None]  # work of the host while the device computes
 
     @property

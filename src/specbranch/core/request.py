@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specbranch.config import Rule, SamplingParams
-from specbranch.core.grammar import Allowed, Constraint
+from specbranch.core.grammar import Constraint, Guide
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,4 +60,4 @@ class Spot(NamedTuple):
     position: int
     history: Callable[[], Sequence[int]]
     attempt: int = 0
-    allowed: Allowed | None = None  # the tokens that may be chosen; None: any
+    allowed: Guide | None = None  # the tokens that may be chosen; None: any

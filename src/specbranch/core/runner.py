@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from specbranch.config import HeadKind
-from specbranch.core.grammar import Allowed
+from specbranch.core.grammar import Guide
 from specbranch.core.orders import Context, Measure, Receiver, Sparse, TokenLogprobs, Verify
 from specbranch.core.request import Request
 from specbranch.core.sending import SendingLater
@@ -48,7 +48,7 @@ class Ask:
     heads: HeadKind = "sampled"  # ratio: is the first proposal drawn from q, or are all the top ones? (match: the same)
     measure: Measure = "top"
     attempt: int = 0  # tells apart the orders that drafted this position
-    allowed: Allowed | None = None  # None: any token
+    allowed: Guide | None = None  # None: any token
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Trial:
     logprobs: int | None = None  # log-probabilities of so many likeliest tokens with each emitted one; None: of none
     wants_forecast: bool = False  # the answer has the output of the model's probe, too
     # after the root, then after each of the nodes; None: any token anywhere
-    allowed: tuple[Allowed | None, ...] | None = None
+    allowed: tuple[Guide | None, ...] | None = None
 
     def node(self, index: int) -> int:
         """The node of the order's token `index`, −1 for the root."""
@@ -369,7 +369,7 @@ class PlainStep:
     verdicts: Verdicts | None = None  # on the trials whose rows are in the next step; None: it has none
 
 
-NO_MASKS: Mapping[int, Allowed] = {}
+NO_MASKS: Mapping[int, Guide] = {}
 
 
 @runtime_checkable
@@ -389,7 +389,7 @@ class DecodesBatches(Protocol):
         texts: Mapping[int, Sequence[int]],
         going_on: Collection[int],
         verify: VerifyWork | None = None,
-        masks: Mapping[int, Allowed] = NO_MASKS,
+        masks: Mapping[int, Guide] = NO_MASKS,
     ) -> PlainStep | None:
         """Decode one token of each sequence; `going_on`: those that decode one more behind it, unless it ends them.
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from specbranch.core.forest import ForestReport, ForestRound
-from specbranch.core.grammar import State, allowed_in_tree, pruned
+from specbranch.core.grammar import State, guides_in_tree, pruned
 from specbranch.core.orders import (
     NOTHING,
     Aside,
@@ -246,7 +246,7 @@ class Session:
             return order
         if self.request.by_ratio:  # where nothing may follow there is no law to draw from
             self.state.check()
-        return replace(order, allowed=allowed_in_tree(self.state, order.tokens, order.parents))
+        return replace(order, allowed=guides_in_tree(self.state, order.tokens, order.parents))
 
     def _advance(self, token: int) -> bool:
         """Move the grammar behind a token; returns True if nothing can follow."""

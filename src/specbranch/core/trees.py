@@ -289,6 +289,10 @@ class GrowingTree:
             self.nodes[n] = node._replace(chance=0.0, rank=1, said=0.0, scored=False)
             self._weigh(n, chances)
 
+    def child(self, parent: int, token: int) -> int | None:
+        """Return the child of a node that carries a token."""
+        return next((n for n, node in enumerate(self.nodes) if node.parent == parent and node.token == token), None)
+
     def feed(self, numbers: Sequence[int]) -> None:
         """Note that the draft has computed some nodes in one forward."""
         self.steps.append(len(numbers))

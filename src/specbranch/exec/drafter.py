@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from specbranch.core.costs import MOST_UNCOMPUTED
-from specbranch.core.grammar import Allowed, State
+from specbranch.core.grammar import State
 from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Prefill, Reached, Sparse
 from specbranch.core.runner import Ask, Done, Feed, Lanes, NoNumber, Proposal, RunsAhead
 from specbranch.core.slots import ROOT
@@ -54,7 +54,7 @@ class Lane:
         self.open = len(self.tokens) < self.order.plan.length
         if self.state is not None:
             self.state = self.state.advance(token)
-            self.open = self.open and self.state is not None and not self.state.is_over
+            self.open = self.open and self.state is not None and not self.state.ended
 
     def extend(self, proposal: Proposal) -> None:
         """Take the next token, or end before or after an unsure one, as the plan says; its confidence is kept in any
@@ -363,7 +363,7 @@ class Drafter(Worker):
                 lane.node,
                 measure=lane.order.plan.measure,
                 attempt=lane.order.number,
-                allowed=None if lane.state is None else lane.state.allowed,
+                allowed=lane.state,
             )
             for lane in lanes
         ]
@@ -397,11 +397,11 @@ def _asks(session: int, order: Draft, path: list[int]) -> list[Ask]:
     if plan.length < 1:
         return []
     if not plan.forks:
-        allowed = _allowed_behind(order, order.pending)
+        allowed = _state_behind(order, order.pending)
         node = path[start + order.pending]
         return [Ask(session, node, measure=plan.measure, attempt=order.number, allowed=allowed)]
     return [
-        Ask(session, path[start + after], width, plan.heads, plan.measure, order.number, _allowed_behind(order, after))
+        Ask(session, path[start + after], width, plan.heads, plan.measure, order.number, _state_behind(order, after))
         for after, width in plan.forks
     ]
 
@@ -410,11 +410,6 @@ def _state_behind(order: Draft, after: int) -> State | None:
     """Return the state of the request's grammar behind some of the pending tokens; None: there is none."""
     pending = order.on.tail[len(order.on.tail) - order.pending :]
     return None if order.state is None else order.state.walk(pending[:after])
-
-
-def _allowed_behind(order: Draft, after: int) -> Allowed | None:
-    state = _state_behind(order, after)
-    return None if state is None else state.allowed
 
 
 def _lane(session: int, order: Draft, after: int, rank: int, proposal: Proposal) -> Lane:

@@ -1,7 +1,8 @@
 """Extends draft trees of several sessions in step, one forward a step for all their nodes.
 
-Owns which nodes are computed next; their value comes with the order. Invariant: a returned tree contains the ordered
-one, and every node of it that is marked as computed is in the KV cache.
+Owns which nodes are computed next; their value comes with the order. What a grammar forces behind a node is computed
+with it: no draft has to be asked for that. Invariant: a returned tree contains the ordered one, and every node of it
+that is marked as computed is in the KV cache.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Tree, paces
 from specbranch.errors import CacheFull
 from specbranch.exec.draft_steps import Drafting, Ends, Forward
-from specbranch.exec.worker import Worker, chain_after
+from specbranch.exec.worker import UNCOMPUTED_AT_ONCE, Worker, chain_after
 
 
 class _GrowingOrder:
@@ -30,6 +31,7 @@ class _GrowingOrder:
         self.rest, held = worker.settle(session, order.on, order.tree)
         self.growing = GrowingTree(order.tree)
         self.held_nodes: dict[int, int] = {ROOT: ROOT, **held}
+        self._states: dict[int, State | None] = {ROOT: order.state}
         self.growing.nodes = [
             node if node.scored == (n in held) else node._replace(scored=n in held)
             for n, node in enumerate(order.tree.nodes)
@@ -58,28 +60,50 @@ class _GrowingOrder:
     def feed(self, numbers: list[int]) -> Feed:
         """Add nodes to the KV cache; returns their work in the next step."""
         nodes = self.growing.nodes
+        self.held_nodes.update((n, node) for node, n in enumerate(numbers, len(self.worker.slots(self.session).tokens)))
         work = Feed(
             self.session,
             tuple(nodes[n].token for n in numbers),
             tuple(self.held_nodes[nodes[n].parent] for n in numbers),
         )
-        self.held_nodes.update((n, node) for node, n in enumerate(numbers, len(self.worker.slots(self.session).tokens)))
         self.growing.feed(numbers)
         return work
+
+    def with_forced(self, numbers: list[int]) -> tuple[list[int], list[int]]:
+        """Return nodes with what the grammar forces behind each, and those to ask about: the last of each chain."""
+        if self.order.state is None or self.worker.reads_features is not None:  # such a row reads its parent's state
+            return numbers, numbers
+        found, asked = list(numbers), list[int]()
+        room = min(self.worker.slots(self.session).room, UNCOMPUTED_AT_ONCE)  # a warm-up has prepared such steps
+        for n in numbers:
+            while len(found) < room and (child := self._forced_child(n)) is not None:
+                n = child
+                found.append(n)
+            asked.append(n)
+        return found, asked
+
+    def _forced_child(self, number: int) -> int | None:
+        """Return the node that a grammar forces behind another one; None: there is none, or it is computed already."""
+        state, node = self._state(number), self.growing.nodes[number]
+        token = None if state is None else state.forced
+        if token is None or node.depth + 1 >= self.growth.deepest:
+            return None
+        self.growing.add_candidates(number, self.growth, (token,), (1.0,))
+        child = self.growing.child(number, token)
+        return None if child is None or self.growing.nodes[child].scored else child
 
     def ask(self, number: int, node: int) -> Ask:
         """Ask what the draft proposes after a node of the tree, ROOT for its root, which is a node of the cache."""
         state = self._state(number)
-        allowed = None if state is None else state.allowed
-        return Ask(self.session, node, self.growth.children, "top", attempt=self.order.number, allowed=allowed)
+        return Ask(self.session, node, self.growth.children, "top", attempt=self.order.number, allowed=state)
 
     def _state(self, number: int) -> State | None:
         """Return the state of the request's grammar behind a node; None: there is none, or the node is forbidden."""
-        if number == ROOT or self.order.state is None:
-            return self.order.state
-        node = self.growing.nodes[number]
-        above = self._state(node.parent)
-        return None if above is None else above.advance(node.token)
+        if number not in self._states:
+            node = self.growing.nodes[number]
+            above = self._state(node.parent)
+            self._states[number] = None if above is None else above.advance(node.token)
+        return self._states[number]
 
     def add_candidates(self, number: int, proposal: Proposal) -> None:
         """Add the draft's candidates to the tree."""
@@ -106,10 +130,10 @@ def grow(worker: Worker, orders: Mapping[int, Grow], ends: Ends) -> Drafting[dic
         return {trees[0].session: grown}
     spent = yield from _compute_texts(trees)
     while steps := _steps(worker, trees, spent, ends):
-        spent += trees[0].growth.seconds(spent, sum(len(numbers) for _, numbers in steps))
-        _note_absent(trees, {tree.session for tree, _ in steps})
-        work = [tree.feed(numbers) for tree, numbers in steps]
-        read = [(tree, n) for tree, numbers in steps for n in numbers]
+        spent += trees[0].growth.seconds(spent, sum(len(numbers) for _, numbers, _ in steps))
+        _note_absent(trees, {tree.session for tree, _, _ in steps})
+        work = [tree.feed(numbers) for tree, numbers, _ in steps]
+        read = [(tree, n) for tree, _, asked in steps for n in asked]
         proposals = yield Forward(work, [tree.ask(n, tree.held_nodes[n]) for tree, n in read])
         for (tree, n), proposal in zip(read, proposals, strict=True):
             tree.add_candidates(n, proposal)
@@ -153,8 +177,8 @@ def _note_absent(trees: list[_GrowingOrder], present: set[int]) -> None:
 
 def _steps(
     worker: Worker, trees: list[_GrowingOrder], spent: float, ends: Ends
-) -> list[tuple[_GrowingOrder, list[int]]]:
-    """Return the nodes that each tree computes next, without trees that compute none."""
+) -> list[tuple[_GrowingOrder, list[int], list[int]]]:
+    """Return the nodes that each tree computes next, and those to ask about, without trees that compute none."""
     if ends.enough():
         return []
     over = ends.done()
@@ -162,8 +186,9 @@ def _steps(
     open_nodes = [tree.open_nodes() for tree in growing]
     gains = [[gain for _, gain in nodes] for nodes in open_nodes]
     widths = paces([tree.growth for tree in growing], spent, gains) if growing else []
-    return [
-        (tree, sorted(n for n, _ in nodes[:width]))
+    steps = [
+        (tree, *tree.with_forced(sorted(n for n, _ in nodes[:width])))
         for tree, nodes, width in zip(growing, open_nodes, widths, strict=True)
-        if width and worker.make_room(tree.session, width)
+        if width
     ]
+    return [step for step in steps if worker.make_room(step[0].session, len(step[1]))]

@@ -76,8 +76,8 @@ class Grammars:
         if params.constraint is None:
             return None
         LLGUIDANCE.require("or leave out json_schema, regex, choice, grammar and tool calls that are forced or strict")
-        compiled = self._found((*params.constraint, params.reasoning))
-        return Constraint(partial(GuidanceParser, compiled.matcher, self._tokenizer.eos_tokens), ends)
+        compiled, tokenizer = self._found((*params.constraint, params.reasoning)), self._tokenizer
+        return Constraint(partial(GuidanceParser, compiled.matcher, tokenizer.eos_tokens, tokenizer.vocab_size), ends)
 
     def _found(self, key: Key) -> _Compiled:
         """Return a compiled grammar from the cache, or compile it."""

@@ -20,9 +20,9 @@ class GuidanceParser:
     branches of the draft tree are not concerned.
     """
 
-    def __init__(self, compiled: Any, end_tokens: Sequence[int]) -> None:
+    def __init__(self, compiled: Any, end_tokens: Sequence[int], vocabulary: int) -> None:
         """`compiled`: a matcher (`llguidance.LLMatcher`) that has consumed nothing; `end_tokens`: those it knows."""
-        self._compiled, self._end_tokens = compiled, tuple(end_tokens)
+        self._compiled, self._end_tokens, self._vocabulary = compiled, tuple(end_tokens), vocabulary
         self._matcher = compiled.deep_copy()
         self._tokens: list[int] = []
         self._failed = False  # a matcher that has failed once stays so
@@ -44,16 +44,35 @@ class GuidanceParser:
         if self._failed:
             return b""
         found = bytearray(self._matcher.compute_bitmask())
-        if self._matcher.is_error():
-            self._failed = True
+        if self._has_failed():
             return b""
         for token in self._end_tokens:
             found[token // 8] &= ~(1 << token % 8) & 255
         return bytes(found)
 
+    def allows(self, token: int) -> bool:
+        """True if the mask has a token: of a forced text only its usual tokens, not any with the same bytes."""
+        if self._failed or token in self._end_tokens or not 0 <= token < self._vocabulary:
+            return False
+        forced = self._matcher.compute_ff_tokens()
+        found = forced[0] == token if forced else self._matcher.validate_tokens([token]) == 1
+        return found and not self._has_failed()
+
+    def forced(self) -> int | None:
+        """Return the only token that the mask has; None: there are several."""
+        forced = [] if self._failed else self._matcher.compute_ff_tokens()
+        if not forced or forced[0] in self._end_tokens or self._has_failed():
+            return None
+        token: int = forced[0]
+        return token
+
     def accepts(self) -> bool:
         """True if the answer may end here."""
         return not self._failed and bool(self._matcher.is_accepting())
+
+    def _has_failed(self) -> bool:
+        self._failed = self._failed or bool(self._matcher.is_error())
+        return self._failed
 
     def failure(self) -> str:
         """Return why the library has given up here; empty if it has not."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from specbranch.core.grammar import Allowed, Mask
+from specbranch.core.grammar import Allowed, Mask, allowed_by
 from specbranch.core.orders import Branch, Grow, Orders, Reports, Span, TokenLogprobs, Verdict, Verify
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
@@ -202,7 +202,7 @@ def _guided(verify: Verify, verdict: Verdict, added: int) -> tuple[Guided, ...]:
     if verify.allowed is None:
         return ()
     tokens, scores = verify.taken(verdict.path, verdict.token), verdict.logprobs or ()
-    allowed = [verify.allowed[above + 1] for above in (ROOT, *verdict.path)]
+    allowed = [allowed_by(verify.allowed[above + 1]) for above in (ROOT, *verdict.path)]
     return tuple(
         _guide(token, allowed[nth], scores[nth] if nth < len(scores) else None)
         for nth, token in enumerate(tokens[:added])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from specbranch.assembly import Parts
 from specbranch.config import SpeculativeConfig
 from specbranch.core.costs import MeasuredCosts
+from specbranch.core.grammar import allowed_by
 from specbranch.core.loop import DraftState, KVSlots, Loop
 from specbranch.core.methods import METHODS, PLAIN
 from specbranch.core.orders import Orders, Reports, Span, TokenLogprobs, Verdict, Verify
@@ -88,7 +89,7 @@ class PacedExecutor:
 
     def _verdict(self, request: Request, verify: Verify) -> Verdict:
         if verify.allowed is not None:  # a text to score
-            path, token = tuple(range(len(verify.tokens))), min(verify.allowed[-1] or (0,))
+            path, token = tuple(range(len(verify.tokens))), min(allowed_by(verify.allowed[-1]) or (0,))
         else:
             start = (request.seed + request.sample) * ANSWER_STRIDE
             path, token = (), self._text[(start + len(verify.on)) % len(self._text)]

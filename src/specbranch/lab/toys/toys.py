@@ -16,6 +16,7 @@ from hashlib import blake2b
 from struct import Struct
 
 from specbranch.core import noise
+from specbranch.core.grammar import allowed_by
 from specbranch.core.orders import Sparse, TokenLogprobs
 from specbranch.core.request import Spot
 from specbranch.core.rows import RowRunner
@@ -239,9 +240,9 @@ def _scores(row: Logits, spot: Spot) -> Sequence[float]:
 
 
 def _allowed(row: Logits, spot: Spot) -> Logits:
-    if spot.allowed is None:
+    if (allowed := allowed_by(spot.allowed)) is None:
         return row
-    return tuple(x if token in spot.allowed else -math.inf for token, x in enumerate(row))
+    return tuple(x if token in allowed else -math.inf for token, x in enumerate(row))
 
 
 def _best(scores: Sequence[float]) -> int:

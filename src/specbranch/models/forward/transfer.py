@@ -1,5 +1,7 @@
 """Copies between host and device: one copy up with all inputs of a step, one blocking read of all its results.
 
+What is chosen behind a step brings its sampling parameters in a second copy, which is made while the step runs.
+
 Owns the pinned buffers and the counts of copies and reads. Invariants: while it decodes, a GPU runner waits for its
 device only here. A pinned buffer is not written again before its copy has finished. An array that was copied up stays
 valid until BUFFERS more copies were made.

@@ -2,9 +2,10 @@
 
 Owns which rows are sampled inside a CUDA graph and which behind it, and how results become proposals and verdicts. A
 graph samples by temperature and noise itself. Other sampling parameters, the ratio rule and log-probabilities are
-computed behind the graph. Verify orders may share a plain decode step of other sequences (`Beside`). Does not own the
-launch (`launching.py`). Invariant: an answer depends on the tokens up to its node and on its request only, not on
-whether other rows are sampled inside the graph or behind it.
+computed behind the graph. The host makes what they need, such as the masks of a grammar, while the forward runs. Verify
+orders may share a plain decode step of other sequences (`Beside`). Does not own the launch (`launching.py`). Invariant:
+an answer depends on the tokens up to its node and on its request only, not on whether other rows are sampled inside the
+graph or behind it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from specbranch.core.request import Spot
 from specbranch.core.runner import NO_TOKEN, Ask, Feed, Judged, Proposal, Trial, Verdicts, VerifyWork
 from specbranch.core.slots import ROOT
+from specbranch.models.files.head_columns import Columns, finder
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.step_rows import Rows
 from specbranch.models.forward.transfer import Reading
@@ -36,10 +38,9 @@ from specbranch.models.gpu.step import Ran
 from specbranch.models.runners.sequences import Sequences
 from specbranch.models.runners.torch_runner import ProbeNetwork
 from specbranch.models.sampling import sample, verdict
-from specbranch.models.sampling.logit_rows import TensorRow
-from specbranch.models.sampling.sample import Asked
+from specbranch.models.sampling.logit_rows import TensorRow, scored
 from specbranch.models.sampling.sampler import TorchSampler, proposed
-from specbranch.models.sampling.sheet import Arrays
+from specbranch.models.sampling.sheet import Arrays, masks_of
 
 
 class AnswerHost(StepHost, Protocol):
@@ -99,11 +100,10 @@ class Answers:
             spots = [host.spot(ask.seq, ask.node, ask) for ask in asks]
             results = self._sampled(work, rows, asks, spots)
             if results is None:
-                arrays = host.sampler.proposing(spots, asks, self._decoder.columns) if asks else {}
-                sent = self._launch(work, rows, arrays, 0)
+                self._launch(work, rows, 0)
         if results is not None:
             return asking.answers(asks, spots, results())
-        return self._proposed_behind(asks, spots, sent) if asks else []
+        return self._proposed_behind(asks, spots) if asks else []
 
     def _sampled(
         self, work: Sequence[Feed], rows: list[Rows], asks: Sequence[Ask], spots: Sequence[Spot]
@@ -123,12 +123,27 @@ class Answers:
         self._host.hold(work, wide(ran.logits), None)
         return lambda: results()[row_numbers]
 
-    def _proposed_behind(self, asks: Sequence[Ask], spots: Sequence[Spot], sent: Asked) -> list[Proposal]:
+    def _proposed_behind(self, asks: Sequence[Ask], spots: Sequence[Spot]) -> list[Proposal]:
         """Return proposals that are computed behind a graph, with all sampling parameters."""
-        with self._launcher.stream.here():
-            rows = [self._host.row(ask.seq, ask.node) for ask in asks]
-            found = self._launcher.transfer.later(self._host.sampler.candidates(rows, spots, asks, sent))
+        launcher, sampler = self._launcher, self._host.sampler
+        rows = [self._host.row(ask.seq, ask.node) for ask in asks]
+        with launcher.stream.here():
+            if (count := asking.entries_of(asks, spots, masked=True)) is not None:
+                chosen = launcher.transfer.later(self._chosen_under_masks(rows, spots, count))
+                return asking.answers(asks, spots, chosen())
+            columns = scored(rows)[1]
+            sent = launcher.up(sampler.proposing(spots, asks, columns))
+            found = launcher.transfer.later(sampler.candidates(rows, spots, asks, sent))
         return proposed(spots, asks, found())
+
+    def _chosen_under_masks(self, rows: Sequence[TensorRow], spots: Sequence[Spot], count: int) -> Tensor:
+        """Return the `count` best entries of rows by the match rule, as a graph does, but under their masks."""
+        logits, columns = scored(rows)
+        width = self._host.sampler.width(columns)
+        tokens = None if columns is None else columns.tokens[:width]
+        choice = np.stack(asking.choosing_of(len(spots), enumerate(spots)))
+        sent = self._launcher.up({**masks_of(spots, width, finder(columns, width), tokens), "choice": choice})
+        return self._chosen(sample.edited(logits[:, :width], sent), sent["choice"], columns, count)
 
     @torch.inference_mode()
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial], layers: int) -> Verdicts:
@@ -176,17 +191,17 @@ class Answers:
         picks = self._launcher.graphs.step.picks
         kept = picks.clone()
         try:
-            return self._judged_behind(trials, self._launcher.up(self._judging(trials, beside.spots)))
+            return self._judged_behind(trials, beside.spots)
         finally:
             picks.copy_(kept)
 
-    def _launch(self, work: Sequence[Feed], rows: list[Rows], arrays: Arrays, layers: int) -> Asked:
-        """Copy everything up, start the forward, and keep its rows; returns the arrays as tensors of the device."""
+    def _launch(self, work: Sequence[Feed], rows: list[Rows], layers: int) -> None:
+        """Start the forward, and keep its rows; without rows make the moves that wait for it."""
         if not rows:
-            return self._launcher.up(arrays)
-        (block, states), sent = self._launcher.run(rows, arrays, layers)
+            self._launcher.up({})
+            return
+        block, states = self._launcher.run(rows, layers)
         self._host.hold(work, block, states)
-        return sent
 
     def _spots_of(self, trial: Trial) -> list[Spot]:
         """Return the spots of the tokens after a trial's root and after each of its nodes."""
@@ -238,25 +253,25 @@ class Answers:
         """Judge trials behind the graph, with all sampling parameters and rules."""
         self._host.drop_ahead()
         self._host.flush()
-        sent = self._launch(work, rows, self._judging(trials, spots) if trials else {}, layers)
-        return self._judged_behind(trials, sent) if trials else Verdicts(list, self._launcher.transfer.passed())
+        self._launch(work, rows, layers)
+        return self._judged_behind(trials, spots) if trials else Verdicts(list, self._launcher.transfer.passed())
 
     def _judging(self, trials: Sequence[Trial], spots: Sequence[Spot]) -> Arrays:
         """Return the arrays by which trials are judged behind a graph."""
         choice = np.stack(asking.choosing_of(len(spots), enumerate(spots)))
         return {**self._host.sampler.picking(spots), **verdict.judging(trials, spots), "choice": choice}
 
-    def _judged_behind(self, trials: Sequence[Trial], sent: Asked) -> Verdicts:
-        """Judge trials whose rows are kept; `sent`: the arrays of `_judging` on the device."""
+    def _judged_behind(self, trials: Sequence[Trial], spots: Sequence[Spot]) -> Verdicts:
+        """Judge trials whose rows are kept; the forward that computes these may still run."""
         launcher, sampler = self._launcher, self._host.sampler
+        sent = launcher.up(self._judging(trials, spots))
         top = max((trial.logprobs for trial in trials if trial.logprobs is not None), default=None)
         of_trials = [
             self._host.row(trial.seq, trial.node(index)) for trial in trials for index in range(ROOT, len(trial.nodes))
         ]
         logits = sampler.logits(of_trials)
-        tokens, reached = verdict.decided(
-            self.picked(sample.unscaled(logits, sent), sent["choice"]), sample.shape(logits, sent), sent
-        )
+        edited = sample.edited(logits, sent)
+        tokens, reached = verdict.decided(self.picked(sample.uncut(edited, sent), sent["choice"]), edited, sent)
         said = self._probed(of_trials, tokens) if any(trial.wants_forecast for trial in trials) else None
         results = launcher.transfer.later(verdict.results(logits, tokens, reached, top, said))
         probed = [said is not None and row.states is not None for row in of_trials]
@@ -266,13 +281,22 @@ class Answers:
 
     def picked(self, logits: Tensor, choice: Tensor) -> Tensor:
         """Return the token of every row by the match rule, over the whole vocabulary [rows]."""
+        return self._chosen(logits, choice, None, 1)[:, 0].long()
+
+    def _chosen(self, logits: Tensor, choice: Tensor, columns: Columns | None, count: int) -> Tensor:
+        """Return the results of a chooser for every row, valid until its next call.
+
+        `columns`: the tokens of a reduced head's logits.
+        """
         chooser = self._launcher.graphs.chooser
-        if chooser is None or self._decoder.columns is not None:
-            chooser = Chooser(self._launcher.graphs.step.picks, logits.shape[1])
+        if chooser is None or self._decoder.columns is not columns:
+            chooser = Chooser(self._launcher.graphs.step.picks, logits.shape[1], columns)
         none = torch.zeros(2, dtype=torch.int32, device=self._launcher.device)
+        if len(logits) <= MOST_STEP_ROWS:
+            return chooser(logits, choice, none, count)
         starts = range(0, len(logits), MOST_STEP_ROWS)
         parts = [(logits[at : at + MOST_STEP_ROWS], choice[:, at : at + MOST_STEP_ROWS]) for at in starts]
-        return torch.cat([chooser(some, how, none, 1)[:, 0].long() for some, how in parts])
+        return torch.cat([chooser(some, how, none, count).clone() for some, how in parts])
 
     def _probed(self, rows: Sequence[TensorRow], tokens: Tensor) -> Tensor | None:
         """Return the probe's output for rows and their tokens; None if no row has hidden states.

@@ -18,7 +18,7 @@ from specbranch.core.runner import Ask, Feed, Proposal, Trial
 from specbranch.models.gpu.choice import ENTRY_COUNTS
 from specbranch.models.gpu.layout import BOUND, CONFIDENCE, NO_ROW, ONE, ROOT_ROW, Choosing
 from specbranch.models.sampling.sampler import proposed
-from specbranch.models.sampling.sheet import is_noisy, is_shaped, temperature_of
+from specbranch.models.sampling.sheet import is_edited, is_noisy, is_shaped, temperature_of
 
 RowOf = Callable[[int, int], int | None]  # from sequence and node to the row of a step; None: not in the step
 
@@ -50,9 +50,13 @@ def rows_in(work: Sequence[Feed], first_nodes: Sequence[int]) -> RowOf:
     return found
 
 
-def entries_of(asks: Sequence[Ask], spots: Sequence[Spot]) -> int | None:
-    """Return how many best entries per row answer all asks; None: a graph cannot answer them."""
-    if not all(map(is_chosen_in_graph, spots)):
+def entries_of(asks: Sequence[Ask], spots: Sequence[Spot], masked: bool = False) -> int | None:
+    """Return how many best entries per row answer all asks; None: a graph cannot answer them.
+
+    `masked`: it chooses from logits to which the masks of grammars have been applied.
+    """
+    changed = is_edited if masked else is_shaped
+    if any(spot.request.by_ratio or changed(spot) for spot in spots):
         return None
     least = max(ask.width if ask.measure == "top" else 2 for ask in asks)
     return next((count for count in ENTRY_COUNTS if count >= least), None)

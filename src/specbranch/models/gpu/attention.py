@@ -61,7 +61,7 @@ LARGE_HEAD, LARGE_BLOCK, LARGE_QUERIES = 256, 64, 64  # heads from this size on 
 WIDE_BLOCK, WIDE_TILE = 32, 16  # the same in float32, which has no fast products and twice the size
 PATH_BLOCK = 32  # KV slots of an own path that are read at a time
 CHUNK_QUERIES, CHUNK_ROWS = 128, 64  # queries and rows of a tile of a prompt, at most
-CHUNK_WARPS, BATCH_WARPS, WARPS, JOIN_WARPS = 8, 4, 4, 1
+CHUNK_WARPS, BATCH_WARPS, WARPS, JOIN_WARPS = 8, 4, 4, 2
 CHUNK_STAGES, STAGES = 3, 2
 BATCH_STAGES = ((128, 2), (1, 3))  # by the least number of rows
 # Rows of a step up to which `join` has a program for each query head: it reads a row's blocks one after the other, so
@@ -72,8 +72,7 @@ PROGRAMS, LEAST_SPLITS, MOST_SPLITS = 256, 8, 64  # programs for the blocks of a
 BATCH_PROGRAMS, LEAST_BATCH_SPLITS, MOST_BATCH_SPLITS = 1024, 2, 16  # the same for several sequences
 # Groups with at most so many blocks are one program, by the least number of rows: many rows leave no program idle.
 WHOLE_BLOCKS = ((32, 8), (1, 2))
-BESIDE = True
-CHUNK_PROGRAMS = 256  # programs that share the blocks of prompts in a step, about
+CHUNK_PROGRAMS = 128  # programs that share the blocks of prompts in a step, about
 WHOLE_CHUNK_BLOCKS = 4  # tiles with at most so many blocks are one program
 EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel starts only when the one before it has ended
 
@@ -159,7 +158,6 @@ def attend_by_kernels(
     window = {"WINDOW": attention.window or 0, "FIRST": attention.first}
     form = {**window, "SOFTCAP": softcap}
     how: dict[str, Any] = {"enable_fp_fusion": False, **launch(early)}
-    beside = chunks and BESIDE
     sections = (step.shared, step.own_count, step.groups, step.tables, step.own, step.counts)
     groups, batch = len(step.groups), len(step.groups) == rows > 1
     if chunks and step.tiles is not None:
@@ -187,7 +185,7 @@ def attend_by_kernels(
         whole = _by_rows(WHOLE_BLOCKS, rows) * SHARED_BLOCK // block
         kernels.attend_batch[(groups, kv_heads, splits)](
             queries, keys, values, sums, tops, totals, out, *sections, scale, keys.stride(0), sinks, **shape, **tiling,
-            **form, OWN=LONGEST_OWN, TILE=max(BATCH_GROUP_ROWS * padded, 16), WHOLE=whole, SPLITS=splits, BESIDE=beside,
+            **form, OWN=LONGEST_OWN, TILE=max(BATCH_GROUP_ROWS * padded, 16), WHOLE=whole, SPLITS=splits, BESIDE=chunks,
             num_warps=BATCH_WARPS, num_stages=_by_rows(BATCH_STAGES, rows), **how,
         )  # fmt: skip
     joined_heads = share if batch and rows > JOINED_ROWS and not split_chunks else 1

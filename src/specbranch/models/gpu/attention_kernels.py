@@ -16,7 +16,7 @@ leaves its result as it is, to the bit. SOFTCAP bounds scores; 0: none. `sinks` 
 without a value: the own path begins with it.
 """
 
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
 # What Triton compiles has no Python types but constexpr.
 
 import triton
@@ -35,6 +35,7 @@ LONGEST_COUNT, SAMPLED_COUNT = tl.constexpr(_LONGEST_COUNT), tl.constexpr(_SAMPL
 SHARED_COUNT, USED_COUNT = tl.constexpr(_SHARED_COUNT), tl.constexpr(_USED_COUNT)
 TILES_COUNT = tl.constexpr(_TILES_COUNT)
 WEIGHED, UNROLLED = tl.constexpr(128), tl.constexpr(32)  # results that `join` weighs, and that it loads, at a time
+SPARING = tl.constexpr(8)  # programs that share a tile, from which on the first computes no blocks
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -416,6 +417,7 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
     splits = 1
     if SPLIT:
         splits = tl.maximum(tl.num_programs(0) // tl.maximum(used, 1), 1)
+    spared = tl.where(splits >= SPARING, 1, 0)  # the first of many programs computes own paths alone
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -432,7 +434,7 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
         whole = (blocks - skipped <= WHOLE) | (fits == 0)
         if SPLIT == 0:
             whole = blocks >= 0
-        if (split == 0) | ((whole == 0) & (split < blocks - skipped)):
+        if (split == 0) | ((whole == 0) & (split - spared < blocks - skipped)):
             dtype = values.dtype.element_ty
             table = tables + tl.load(tile + 2)
             m = tl.arange(0, TILE_ROWS * PADDED)
@@ -477,10 +479,11 @@ def attend_chunks(q, keys, values, sums, tops, totals, out, tiles, tables, count
                         tl.store(totals + at.to(tl.int64) * slots, total * 0.0, mask=live & (m * 0 < fits.to(tl.int32)))
                 else:
                     _leave(sums, tops, totals, average, top, total, at.to(tl.int64) * slots, live, DIM, WIDTH)
-            if whole == 0:
+            if (whole == 0) & (split >= spared):
                 _leave_blocks(
-                    queries, keys, values, sums, tops, totals, table, left, end, most, skipped, split, splits, at, live,
-                    head, scale, page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK, WINDOW, FIRST, SOFTCAP,
+                    queries, keys, values, sums, tops, totals, table, left, end, most, skipped, split - spared,
+                    splits - spared, at, live, head, scale, page_stride, slots, many, DIM, WIDTH, PAGE, BLOCK, WINDOW,
+                    FIRST, SOFTCAP,
                 )  # fmt: skip
 
 

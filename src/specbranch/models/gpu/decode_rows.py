@@ -139,7 +139,7 @@ class DecodeRows:
         self.rows = tuple(rows)
         self.positions = np.array(positions, dtype=np.int32)
         self.tokens = np.array(tokens, dtype=np.int32)
-        self.is_shaped = any(row.is_shaped for row in rows)
+        self.shaped = [at for at, row in enumerate(rows) if row.is_shaped]
         self.is_masked = any(row.is_masked for row in rows)
         self.before, self.sources = before, sources
         self.shaping: object | None = None  # what `shaped_decode.py` keeps for the steps of these sequences

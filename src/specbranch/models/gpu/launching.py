@@ -92,8 +92,8 @@ class StepLauncher:
         """The model's KV memory."""
         return self._memory
 
-    def run(self, work: list[Rows], arrays: Arrays, layers: int) -> tuple[tuple[Tensor, Tensor | None], Asked]:
-        """Run all rows, in several steps if they exceed one; the last copy up carries the arrays, too.
+    def run(self, work: list[Rows], layers: int) -> tuple[Tensor, Tensor | None]:
+        """Run all rows, in several steps if they exceed one.
 
         `layers`: how many layers' hidden states come back with the logits.
         """
@@ -101,16 +101,14 @@ class StepLauncher:
         self.launches += 1
         blocks: list[Tensor] = []
         states: list[Tensor] = []
-        steps = list(split_into_steps(work, self.most_rows(_longest(work))))
-        for number, step in enumerate(steps, 1):
+        for step in split_into_steps(work, self.most_rows(_longest(work))):
             packed, bucket = pack(step, self.spare, least=self.graphs.step.least)
-            sent = self.up({"step": packed, **(arrays if number == len(steps) else {})})
-            self.graphs.bring(sent["step"])
+            self.graphs.bring(self.up({"step": packed})["step"])
             ran = self.graphs.run_brought(bucket, layers)
             rows = sum(len(part.tokens) for part in step)
             blocks.append(wide(ran.logits[:rows]))
             states += [] if ran.states is None else [ran.states[:rows].clone()]
-        return (torch.cat(blocks) if len(blocks) > 1 else blocks[0], torch.cat(states) if states else None), sent
+        return torch.cat(blocks) if len(blocks) > 1 else blocks[0], torch.cat(states) if states else None
 
     def chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Reading]:
         """Run rows as one step that samples, and start to read its results."""

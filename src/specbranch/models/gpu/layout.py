@@ -26,7 +26,7 @@ from specbranch.models.forward.step_rows import GROUP_POSITIONS, ChunkRows, Rows
 LONGEST_OWN = 192  # KV slots of the longest own path
 MOST_STEP_ROWS = 512  # sampled rows of a step, at most
 MOST_TOTAL_ROWS = 2048  # rows of a step, at most, those of prompts included
-LEAST_TOTAL_ROWS = 64  # the same, at least, if it has rows of prompts
+LEAST_TOTAL_ROWS = 32  # the same, at least, if it has rows of prompts
 CHUNK_STEP_ROWS = (16, 64, 256, 512)  # padded numbers of sampled rows of steps with rows of prompts: few kinds
 GROUP_ROWS = 16  # rows of a sequence that read its shared positions together
 BATCH_GROUP_ROWS = 4  # the same in a step of several sequences, most of which have few rows

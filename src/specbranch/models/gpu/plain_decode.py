@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from specbranch.core.grammar import Allowed
+from specbranch.core.grammar import Guide
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
 from specbranch.core.runner import NO_MASKS, NO_TOKEN, PlainStep, Verdicts, VerifyWork
@@ -93,7 +93,7 @@ class Flight:
     verdicts: Verdicts | None = None  # on rows of verify orders
     verify_rows: int = 0
 
-    def choose(self, now: Mapping[int, int], masks: Mapping[int, Allowed]) -> None:
+    def choose(self, now: Mapping[int, int], masks: Mapping[int, Guide]) -> None:
         """Choose the tokens of a step with grammars; `masks`: what may follow the texts of sequences."""
         if isinstance(self.results, Unchosen):
             self.results = self.results.choose({row: masks[seq] for seq, row in now.items() if seq in masks})
@@ -135,7 +135,7 @@ class PlainDecoder:
         texts: Texts,
         going_on: Collection[int],
         verify: VerifyWork | None = None,
-        masks: Mapping[int, Allowed] = NO_MASKS,
+        masks: Mapping[int, Guide] = NO_MASKS,
     ) -> PlainStep | None:
         """See `DecodesBatches.decode`."""
         joining, self._joining = self._joining, {}
@@ -308,7 +308,7 @@ class PlainDecoder:
         for row in np.isnan(results[:, CONFIDENCE]).nonzero()[0].tolist():  # its logits are not all finite
             sampled[row] = NO_TOKEN
         self._launcher.commit({seq: texts[seq][-1] for seq in now})
-        if flight.rows.is_shaped:
+        if flight.rows.shaped:
             for seq, row in now.items():
                 top = flight.rows.rows[row].request.params.logprobs
                 if top is not None and sampled[row] != NO_TOKEN:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.forest import ForestOrders, ForestStep, wants_forests
-from specbranch.core.grammar import Allowed
+from specbranch.core.grammar import Guide
 from specbranch.core.orders import Context, Receiver
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.request import Request, Spot
@@ -55,7 +55,7 @@ from specbranch.models.gpu.early_starts import EarlyStarts
 from specbranch.models.gpu.forest_rounds import ForestDecoder, joins
 from specbranch.models.gpu.growing import TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
-from specbranch.models.gpu.launching import StepLauncher, wide
+from specbranch.models.gpu.launching import StepLauncher
 from specbranch.models.gpu.layout import CHUNK_STEP_ROWS, MOST_TOTAL_ROWS, Bucket, power_of_four, views
 from specbranch.models.gpu.own_stream import DeviceStream
 from specbranch.models.gpu.plain_decode import PlainDecoder, Texts
@@ -227,7 +227,7 @@ class GpuRunner(NativeRunner):
         texts: Texts,
         going_on: Collection[int],
         verify: VerifyWork | None = None,
-        masks: Mapping[int, Allowed] = NO_MASKS,
+        masks: Mapping[int, Guide] = NO_MASKS,
     ) -> PlainStep | None:
         """Decode one token of each sequence, and launch the next step, with the rows of `verify`."""
         self.early.forget()
@@ -278,7 +278,7 @@ class GpuRunner(NativeRunner):
         """
         if verify is None:
             ran, bucket = self.launcher.launch_decode(rows)
-            results = None if rows.is_shaped else self.launcher.read_later(ran, len(rows))
+            results = None if rows.shaped else self.launcher.read_later(ran, len(rows))
             return self._decoded(rows, ran, bucket, results), None
         layers = self._wanted(verify.work)
         with self.sequences.appending(verify.work) as parts:
@@ -290,16 +290,14 @@ class GpuRunner(NativeRunner):
 
     def _decoded(self, rows: DecodeRows, ran: Ran, bucket: Bucket, results: Reading | None) -> Reading | Unchosen:
         """Return the results of decode rows, or how to choose them; `results`: as the graph has sampled them."""
-        if results is not None and not rows.is_shaped:
+        if results is not None and not rows.shaped:
             rows.before, rows.sources = None, ()  # needed no longer
             return results
         choosing = views(self.graphs.input, bucket).choosing
         assert choosing is not None
-        logits = wide(ran.logits[: len(rows)])[:, : self.sampler.vocabulary]
-        sampler = ShapedSampler(self.transfer, self.sampler.vocabulary, self.answers.picked)
-        if rows.is_masked:  # a later step brings its own numbers
-            return Unchosen(sampler, rows, logits, choosing.clone())
-        return sampler.read_later(rows, logits, choosing)
+        sampler = ShapedSampler(self.transfer, self.sampler.vocabulary, self.answers.picked, self.graphs.step.picks)
+        scored = sampler.taken(rows, ran, choosing)
+        return Unchosen(sampler, rows, scored) if rows.is_masked else sampler.read_later(rows, scored)
 
     # --- rounds of the forest; see `GrowsForests` ---
 
@@ -438,7 +436,7 @@ class GpuRunner(NativeRunner):
         super()._close(seq)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
-        return self.launcher.run(work, {}, self.state_layers)[0]
+        return self.launcher.run(work, self.state_layers)
 
     def _compute_chunks(self, pending: Sequence[PendingChunk]) -> None:
         if self.graphs.step.takes_chunks:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from specbranch.config import SamplingParams
+from specbranch.core.grammar import Guide, Mask
 from specbranch.core.orders import Context, Verify
 from specbranch.core.pages import Pool
 from specbranch.core.request import Request
-from specbranch.core.runner import Ask, DecodesBatches, Feed, Runner, Trial
+from specbranch.core.runner import NO_MASKS, Ask, DecodesBatches, Feed, Runner, Trial
 from specbranch.core.slots import ROOT
 from specbranch.core.warm_up import ForwardSizes, StepTime
 from specbranch.errors import SpecBranchError
@@ -46,11 +47,13 @@ log = logging.getLogger("specbranch")
 
 WARM_UP_SEQUENCE = -2  # of the calls outside graphs; no session has this number, nor `rehearsal.NUMBER`
 WARM_UP_PROMPTS = (256, 40, 1)  # tokens; behind the last one tokens are decoded
-# the code outside graphs: filters, penalties and log-probabilities, and rejection sampling
+# the code outside graphs: filters, penalties and log-probabilities, rejection sampling, masks
 OUTSIDE_GRAPHS = (
     Request(SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=1), 0, 2),
     Request(SamplingParams(temperature=0.9), 0, 2, rule="ratio"),
+    Request(SamplingParams(temperature=0.9, regex="a"), 0, 2),
 )
+WARM_UP_MASK = Mask.of((0,))  # what the last of these allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,26 +162,27 @@ def run_request(runner: Runner, request: Request) -> None:
             runner.extend(WARM_UP_SEQUENCE, (0,) * min(length, runner.context_length // 2))
             runner.flush()
             if length == WARM_UP_PROMPTS[-1]:
-                _decode_plainly(runner)
+                _decode_plainly(runner, {WARM_UP_SEQUENCE: WARM_UP_MASK} if request.is_constrained else NO_MASKS)
                 _decode(runner, request)
 
 
-def _decode_plainly(runner: Runner) -> None:
+def _decode_plainly(runner: Runner, masks: Mapping[int, Guide]) -> None:
     seq = WARM_UP_SEQUENCE
     text = (*runner.slots(seq).prefix, 0)
     if isinstance(runner, DecodesBatches) and runner.decodes(seq, len(text)):
-        step = runner.decode({seq: text}, {seq})
+        step = runner.decode({seq: text}, {seq}, masks=masks)
         if step is not None:
             step.sampled()
 
 
 def _decode(runner: Runner, request: Request) -> None:
     seq, logprobs = WARM_UP_SEQUENCE, request.params.logprobs
-    runner.propose([Feed(seq, (0,), (ROOT,))], [Ask(seq, 0, width=4)])
+    mask = WARM_UP_MASK if request.is_constrained else None
+    runner.propose([Feed(seq, (0,), (ROOT,))], [Ask(seq, 0, width=4, allowed=mask)])
     on = Context(0, tuple(runner.slots(seq).prefix))
-    runner.verify([], [Trial(seq, Verify(on), 0, (), logprobs=logprobs)])()
-    siblings = Verify(on, (0, 0), (ROOT, ROOT))
-    runner.verify([Feed(seq, (0, 0), (0, 0))], [Trial(seq, siblings, 0, (1, 2), logprobs=logprobs)])()
+    runner.verify([], [Trial(seq, Verify(on), 0, (), logprobs=logprobs, allowed=(mask,))])()
+    siblings = Trial(seq, Verify(on, (0, 0), (ROOT, ROOT)), 0, (1, 2), logprobs=logprobs, allowed=(mask, mask, mask))
+    runner.verify([Feed(seq, (0, 0), (0, 0))], [siblings])()
     runner.keep(seq, (0, 2), 2)  # node 2 moves to the place of node 1
     runner.feed([Feed(seq, (0,), (ROOT,))])
 

@@ -27,19 +27,19 @@ def shape(logits: Tensor, asked: Asked) -> Tensor:
     The result may be `logits` itself, so callers must not change it. A greedy row keeps temperature 1 and gets no
     filter, as no filter moves its maximum.
     """
-    return _cut(_scaled(edited(logits, asked), asked), asked)
+    return filtered(edited(logits, asked), asked)
 
 
-def unscaled(logits: Tensor, asked: Asked) -> Tensor:
-    """Apply all sampling parameters but the temperature; the caller divides by it."""
-    return uncut(edited(logits, asked), asked)
+def filtered(logits: Tensor, asked: Asked) -> Tensor:
+    """Apply the temperature and the filters top_k, top_p and min_p to edited logits."""
+    return _cut(_scaled(logits, asked), asked)
 
 
 def uncut(logits: Tensor, asked: Asked) -> Tensor:
     """Apply the filters top_k, top_p and min_p to edited logits, without the temperature, which they depend on."""
     if "least" not in asked:
         return logits
-    return logits.masked_fill(_cut(_scaled(logits, asked), asked) == -torch.inf, -torch.inf)
+    return logits.masked_fill(filtered(logits, asked) == -torch.inf, -torch.inf)
 
 
 def perturbed(shaped: Tensor, asked: Asked, noise: Tensor | None) -> Tensor:
@@ -162,8 +162,13 @@ def _masked(logits: Tensor, allowed: Tensor) -> Tensor:
     if logits.device.type == "cpu":  # numpy unpacks bits 20 times as fast as torch can
         bits = np.unpackbits(allowed.numpy(), axis=1, count=width, bitorder="little").view(np.bool_)
         return torch.from_numpy(np.where(bits, logits.numpy(), np.float32(-np.inf)))
-    column = torch.arange(width, device=logits.device)
-    return logits.masked_fill((allowed[:, column // 8] >> (column % 8).to(torch.uint8)) & 1 == 0, -torch.inf)
+    return logits.masked_fill(forbidden(allowed, width), -torch.inf)
+
+
+def forbidden(allowed: Tensor, width: int) -> Tensor:
+    """Return which columns are forbidden by packed bits [rows, width]; few operations, each over bytes."""
+    bits = allowed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=allowed.device)
+    return (bits & 1 == 0).flatten(1)[:, :width]
 
 
 def _changed(name: str, values: Tensor, by: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specbranch.config import SamplingParams
-from specbranch.core.grammar import Mask
+from specbranch.core.grammar import Mask, allowed_by
 from specbranch.core.noise import keys
 from specbranch.core.request import Spot
 from specbranch.models.files.head_columns import Find
@@ -88,11 +88,16 @@ def _triples(edits: list[tuple[int, int, float]]) -> np.ndarray:
 
 def is_shaped(spot: Spot) -> bool:
     """True if any sampling parameter but the temperature changes a row's logits."""
+    masked = spot.allowed is not None or spot.request.is_constrained  # later positions of a request have masks, too
+    return masked or is_edited(spot)
+
+
+def is_edited(spot: Spot) -> bool:
+    """True if any sampling parameter but the temperature and a mask changes a row's logits."""
     params, request = spot.request.params, spot.request
     cut = not request.greedy and (params.top_k is not None or params.top_p < 1.0 or params.min_p > 0.0)
     forbids = spot.position - request.prompt_length < params.min_tokens
-    masked = spot.allowed is not None or request.is_constrained  # later positions of a request have masks, too
-    return cut or forbids or is_penalised(params) or bool(params.logit_bias) or masked
+    return cut or forbids or is_penalised(params) or bool(params.logit_bias)
 
 
 def is_penalised(params: SamplingParams) -> bool:
@@ -106,16 +111,17 @@ def _found(tokens: Iterable[int], find: Find) -> list[int]:
 
 
 def masks_of(spots: Sequence[Spot], width: int, find: Find, tokens: np.ndarray | None) -> Arrays:
-    """Return a mask of the allowed tokens, one bit for each column [rows, bytes]."""
+    """Return a mask of the allowed tokens, one bit for each column [rows, bytes]; a grammar computes them now."""
     if all(spot.allowed is None for spot in spots):
         return {}
     found = np.full((len(spots), (width + 7) // 8), 255, dtype=np.uint8)
     for row, spot in zip(found, spots, strict=True):
-        if isinstance(spot.allowed, Mask):
-            row[:] = _packed(spot.allowed, len(row), tokens)
-        elif spot.allowed is not None:
+        allowed = allowed_by(spot.allowed)
+        if isinstance(allowed, Mask):
+            row[:] = _packed(allowed, len(row), tokens)
+        elif allowed is not None:
             bits = np.zeros(8 * len(row), dtype=np.bool_)
-            bits[_found(spot.allowed, find)] = True
+            bits[_found(allowed, find)] = True
             row[:] = np.packbits(bits, bitorder="little")
     return {"allowed": found}
 

@@ -109,17 +109,18 @@ def _tried(trial: Trial, parent: int) -> list[Tried]:
     return [*found, Tried(head.token, head.q, None)] if head is not None and head.node == parent else found
 
 
-def decided(tokens: Tensor, shaped: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+def decided(tokens: Tensor, edited: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
     """Return each row's token [rows], and which rows are on the accepted path [rows].
 
-    `tokens`: the rows' tokens under the match rule. A row that is not finite gets NO_TOKEN.
+    `tokens`: the rows' tokens under the match rule; `edited`: their logits, see `sample.edited`. A row that is not
+    finite gets NO_TOKEN.
     """
-    finite = shaped.amax(dim=-1) < torch.inf  # no comparison holds for NaN
+    finite = edited.amax(dim=-1) < torch.inf  # no comparison holds for NaN
     if "tried" not in asked:
         tokens = torch.where(finite, tokens, NO_TOKEN)
         chosen = asked["eligible"] & (tokens[asked["parent"]] == asked["said"])
     else:
-        took, drawn = sample.decide(sample.units(shaped), asked)
+        took, drawn = sample.decide(sample.units(sample.filtered(edited, asked)), asked)
         took = torch.where(finite, took, -1)
         tokens = torch.where(finite, torch.where(asked["by_ratio"], drawn, tokens), NO_TOKEN)
         above = took[asked["parent"]]
