@@ -23,7 +23,7 @@ BLOCK_ROUNDS = 12  # rounds between two looks at the choice
 LEFT_OUT = 4  # rounds after a change that do not count: earlier work ends, and the draft catches up
 BETTER_WAY = 1.03  # the other way is taken if it is this many times as fast
 BLOCK_TRUST = 0.5  # part of a block's deviation from the model, in logarithms, that is taken over
-LATELY = 3.0  # blocks in what was seen lately of the way that is taken, about
+LATEST_BLOCKS = 3.0  # blocks in what was seen lately of the way that is taken, about
 STILL_LATE = 0.5  # blocks that count of those seen before another way was taken, at most
 UNSEEN, SEEN = 0.25, 0.03  # doubt in the estimate of a way: never tried, and just tried
 DOUBT_GROWTH = 0.005  # of the doubt in the way that is not taken, for each block
@@ -69,7 +69,7 @@ class WaySeen:
     def take(self, seen: float, part: float = 1.0) -> None:
         """Take in the tokens a second of a block, of which this part was seen."""
         known = self.doubt < UNSEEN
-        self.blocks = min(self.blocks + part, LATELY)
+        self.blocks = min(self.blocks + part, LATEST_BLOCKS)
         self.lately += part / self.blocks * (seen - self.lately)
         deviation = math.log(max(seen, 1e-9) / max(self.expected, 1e-9))
         self.deviation += part * (BLOCK_TRUST if known else 1.0) * (deviation - self.deviation)

@@ -25,8 +25,8 @@ from specbranch.core.runner import TimesForwards
 
 # Prompt tokens may make the gap between two tokens of a decoding session this many times as long. The aim is a gap at
 # p99 of at most twice the median.
-LONGEST_ROUND = 1.8
-LONGEST_FORWARD = 1.85  # the same for the target's forward by itself
+LONGEST_ROUND = 1.7
+LONGEST_FORWARD = 1.75  # the same for the target's forward by itself
 FORGOTTEN_AFTER = 2  # rounds without prompt tokens
 MOST_PROMPT_TOKENS = 8192  # of a round that also decodes
 TIMES_BEFORE_USE = 3  # rounds of about one size; fewer are not trusted, as the first may include a setup
