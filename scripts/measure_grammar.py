@@ -183,11 +183,15 @@ def _costs(llm: Any, cases: Sequence[SchemaCase], given: argparse.Namespace) -> 
 
 
 def _neighbours(llm: Any, cases: Sequence[SchemaCase], given: argparse.Namespace) -> Iterator[tuple[str, float, float]]:
-    """Return how fast free answers are in a batch with one masked answer, by a batch with one more free one."""
+    """Return how fast free answers are in a batch with one masked answer, by a batch with one more free one.
+
+    All answers are as long as the masked one, so that it is there all the time.
+    """
     usual = [case for case in cases if case.name.endswith(COSTLY_SHAPES)][: given.cost_prompts]
-    others = [usual[at % len(usual)] for at in range(given.at_once - 1)]
-    free = _params(None, 0.0, given.free_tokens)
+    others = [usual[at % len(usual)] for at in range(given.at_once - 1)] if usual else []
     for method in (PLAIN, "specbranch") if others else ():
+        alone = _run(llm.using(method), [(usual[0], _params(usual[0], 0.0, given.free_tokens))], 1)[0]
+        free = _params(None, 0.0, len(alone.token_ids))
         tokens, seconds = [0, 0], [0.0, 0.0]
         for turn in range(COST_TURNS):
             for masked in (False, True):

@@ -378,3 +378,12 @@ def test_masks_are_sets_of_tokens() -> None:
 def test_the_extra_is_in_the_table_of_pyproject() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'grammar = ["llguidance' in text
+
+
+def test_where_the_library_gives_up_on_a_mask_no_token_may_follow_that_was_allowed_before() -> None:
+    """A drafted token may have been asked for before the mask, whose computation fails."""
+    state = Constraint(lambda: GuidanceParser(Fragile(), (2,), 4), frozenset()).start()
+    dead = state.walk([3, 3])
+    assert dead is not None and dead.advance(1) is not None, "asked alone, the library allows it"
+    assert list(dead.allowed or ()) == []
+    assert dead.advance(1) is None and dead.permitted([1]) == 0

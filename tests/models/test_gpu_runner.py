@@ -26,7 +26,7 @@ from specbranch.exec.verifier import Verifier
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.step_rows import rows_of_chunk
 from specbranch.models.forward.transfer import BUFFERS, Transfer
-from specbranch.models.gpu.layout import bucket_of
+from specbranch.models.gpu.layout import MOST_STEP_ROWS, Choosing, bucket_of
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.loading import load_native
 from specbranch.models.runners.native import NativeRunner
@@ -465,6 +465,20 @@ def test_a_call_that_fails_anywhere_leaves_pages_and_slots_in_order(
         assert not runner.slots(0).tokens
     again = runner.score([Feed(0, tuple(some_tokens(20)), tuple(range(ROOT, 19)))])[0][-1].logits
     torch.testing.assert_close(again, expected, rtol=0, atol=1e-11)
+
+
+def test_more_rows_than_a_step_has_are_chosen_in_parts(both: tuple[NativeRunner, GpuRunner]) -> None:
+    """Rows behind the first part name no row of it as their parent."""
+    answers, count = both[1].answers, MOST_STEP_ROWS + 90
+    parent = Choosing._fields.index("parent")
+    logits, choice = torch.randn(count, 300), torch.zeros(len(Choosing._fields), count, dtype=torch.int32)
+    choice[parent] = torch.arange(count)
+    alone = []
+    for at in (0, MOST_STEP_ROWS):
+        some = choice[:, at : at + MOST_STEP_ROWS].clone()
+        some[parent] -= at
+        alone += answers.picked(logits[at : at + MOST_STEP_ROWS], some).tolist()
+    assert answers.picked(logits, choice).tolist() == alone
 
 
 def test_a_runner_tells_what_a_step_is_padded_to(decoder: Any) -> None:

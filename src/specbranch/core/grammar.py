@@ -160,10 +160,12 @@ class State:
         return self._children[token]
 
     def _look(self) -> None:
-        """Compute what may follow, once."""
+        """Compute what may follow, once. Where the parser gives up on that, no token may that was asked for before."""
         if not self._known:
             self._allowed, self._over = self._answer.look(self)
             self._known = True
+            may = self._allowed or ()
+            self._children = {token: child for token, child in self._children.items() if token in may}
 
     def _next(self, token: int) -> State | None:
         if self._known:

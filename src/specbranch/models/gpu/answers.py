@@ -33,7 +33,7 @@ from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.decode_rows import VerifyRows
 from specbranch.models.gpu.early_starts import EarlyStarts
 from specbranch.models.gpu.launching import StepHost, StepLauncher, wide
-from specbranch.models.gpu.layout import CONFIDENCE, MOST_STEP_ROWS, Choosing
+from specbranch.models.gpu.layout import CONFIDENCE, MOST_STEP_ROWS, PARENT_FIELD, Choosing
 from specbranch.models.gpu.step import Ran
 from specbranch.models.runners.sequences import Sequences
 from specbranch.models.runners.torch_runner import ProbeNetwork
@@ -294,6 +294,9 @@ class Answers:
         none = torch.zeros(2, dtype=torch.int32, device=self._launcher.device)
         if len(logits) <= MOST_STEP_ROWS:
             return chooser(logits, choice, none, count)
+        choice = choice.clone()
+        rows = torch.arange(len(logits), device=choice.device)
+        choice[PARENT_FIELD] = rows % MOST_STEP_ROWS  # each row is a root
         starts = range(0, len(logits), MOST_STEP_ROWS)
         parts = [(logits[at : at + MOST_STEP_ROWS], choice[:, at : at + MOST_STEP_ROWS]) for at in starts]
         return torch.cat([chooser(some, how, none, count).clone() for some, how in parts])

@@ -9,6 +9,10 @@ it, sums over positions are products with ones, whose order does not depend on t
 fused with a sum (`enable_fp_fusion`). The module needs Triton, so only `attention.py` imports it, when it uses the
 kernels.
 
+Which rows there are is loaded before a kernel waits for the one before it (`gdc_wait`). That is safe because whatever
+writes it is launched without programmatic dependent launch, the embedding comes between, and every kernel waits before
+it lets the next one in.
+
 WINDOW positions are seen by a row, its own included; 0: all up to its own. With a window, the FIRST positions of the
 sequence are seen, too. Blocks that hold none of these and lie wholly before the windows of a program's rows are not
 read: loops number the blocks that are, and `_placed` says which block a number means. A block that a row does not see
@@ -391,7 +395,8 @@ def _chunk_results(counts, rows, room, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     sampled = 1 + tl.cdiv(tl.load(counts + SHARED_COUNT), BLOCK)
     slots = 1 + tl.cdiv(tl.load(counts + LONGEST_COUNT), BLOCK)
     before = (rows * HEADS).to(tl.int64) * sampled
-    return slots, before - (rows * HEADS).to(tl.int64) * slots, before + (TOTAL - rows) * HEADS * slots <= room
+    fits = before + ((TOTAL - rows) * HEADS).to(tl.int64) * slots <= room
+    return slots, before - (rows * HEADS).to(tl.int64) * slots, fits
 
 
 @triton.jit(do_not_specialize=["rows", "room"])

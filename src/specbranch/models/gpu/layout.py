@@ -59,7 +59,8 @@ class Choosing(NamedTuple):
     said: np.ndarray | Tensor
 
 
-PARENT_ROW = PER_ROW - ALL_ROWS + Choosing._fields.index("parent")  # in the section of sampled rows
+PARENT_FIELD = Choosing._fields.index("parent")
+PARENT_ROW = PER_ROW - ALL_ROWS + PARENT_FIELD  # in the section of sampled rows
 
 
 class Bucket(NamedTuple):

@@ -24,14 +24,13 @@ from specbranch.models.files.head_columns import finder
 from specbranch.models.forward.transfer import Reading, Transfer
 from specbranch.models.gpu.decode_rows import DecodeRows
 from specbranch.models.gpu.launching import wide
-from specbranch.models.gpu.layout import CONFIDENCE, Choosing
+from specbranch.models.gpu.layout import CONFIDENCE, PARENT_FIELD
 from specbranch.models.gpu.step import Ran
 from specbranch.models.sampling import sample
 from specbranch.models.sampling.sample import Asked
 from specbranch.models.sampling.sampler import logprobs_of
 from specbranch.models.sampling.sheet import is_penalised, masks_of, sheet_of
 
-PARENT = Choosing._fields.index("parent")
 LOGPROBS = CONFIDENCE + 1  # where log-probabilities begin in a row of results: ids, then their values
 STATIC = ("bias", "least", "rank", "share", "temperature")  # parameters that are the same in every step
 Pick = Callable[[Tensor, Tensor], Tensor]  # from logits and the section of sampling numbers to tokens
@@ -159,7 +158,7 @@ class ShapedSampler:
         assert ran.results is not None
         sampled = ran.results[: len(rows), : CONFIDENCE + 1].clone()
         logits, choosing = logits.index_select(0, shaping.rows), choosing.index_select(1, shaping.rows)
-        choosing[PARENT] = torch.arange(len(rows.shaped), device=choosing.device)  # each row is a root: its own parent
+        choosing[PARENT_FIELD] = torch.arange(len(rows.shaped), device=choosing.device)  # each row is a root
         return Scored(logits.float() if logits.dtype.itemsize < 4 else logits, choosing, sampled)
 
     def read_later(self, rows: DecodeRows, scored: Scored, masks: Mapping[int, Guide] = NO_MASKS) -> Reading:
