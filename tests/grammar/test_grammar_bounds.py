@@ -224,6 +224,7 @@ def test_the_mask_of_a_state_does_not_depend_on_the_way_there(grammars: Grammars
             assert here.is_over == there.is_over
 
 
+@pytest.mark.slow
 def test_what_is_asked_without_a_mask_is_what_the_mask_says(grammars: Grammars, tokenizer: Tokenizer) -> None:
     """Also of a forced text, which may have other tokens with the same bytes, and of ids that no token has."""
     rng, forced, forbidden = random.Random(4), 0, 0
